@@ -1,0 +1,109 @@
+// Picks the kernels for this machine once, and forwards the C interface to them.
+
+#include <cstring>
+
+#include "table.h"
+
+namespace {
+
+struct Choice {
+  const char *name;
+  const thinwire_table *table;
+  bool (*available)();
+};
+
+}  // namespace
+
+extern const thinwire_table thinwire_table_plain;
+#if defined(THINWIRE_HAS_X86)
+extern const thinwire_table thinwire_table_avx2;
+extern const thinwire_table thinwire_table_avx512;
+#endif
+
+namespace {
+
+bool always() { return true; }
+
+#if defined(THINWIRE_HAS_X86)
+// The features that -march=x86-64-v3 and -v4 let the compiler use and that one of our loops could meet.
+bool has_avx2() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") &&
+         __builtin_cpu_supports("fma") && __builtin_cpu_supports("popcnt");
+}
+bool has_avx512() {
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512cd") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+#endif
+
+// Best first. On arm64 the base instruction set has NEON, so the plain build is the NEON build.
+const Choice kChoices[] = {
+#if defined(THINWIRE_HAS_X86)
+    {"avx512", &thinwire_table_avx512, has_avx512},
+    {"avx2", &thinwire_table_avx2, has_avx2},
+#endif
+#if defined(__aarch64__)
+    {"neon", &thinwire_table_plain, always},
+#else
+    {"plain", &thinwire_table_plain, always},
+#endif
+};
+
+const Choice *best() {
+  for (const Choice &choice : kChoices)
+    if (choice.available()) return &choice;
+  return &kChoices[sizeof kChoices / sizeof kChoices[0] - 1];
+}
+
+const Choice *in_use = best();
+
+}  // namespace
+
+extern "C" {
+
+int thinwire_abi(void) { return THINWIRE_ABI; }
+
+const char *thinwire_isa(void) { return in_use->name; }
+
+int thinwire_use_isa(const char *name) {
+  for (const Choice &choice : kChoices)
+    if (!std::strcmp(choice.name, name) && choice.available()) {
+      in_use = &choice;
+      return 0;
+    }
+  return -1;
+}
+
+int thinwire_birder_encode(const thinwire_run *runs, int64_t n_runs, const void *grad, int grad_dtype, void *m, void *b, int state_dtype,
+                           const uint64_t *alive, uint8_t *packets, float beta, float one_minus_beta, float eps, float scale, int amsgrad,
+                           uint64_t key) {
+  return in_use->table->birder_encode(runs, n_runs, grad, grad_dtype, m, b, state_dtype, alive, packets, beta, one_minus_beta, eps, scale,
+                                      amsgrad, key);
+}
+
+void thinwire_roll_call(const void *state, int state_dtype, int64_t first_word, int64_t shard_words, int64_t shards, int64_t period,
+                        int64_t phase, float eps, uint8_t *packets, int64_t stride, int64_t offset) {
+  in_use->table->roll_call(state, state_dtype, first_word, shard_words, shards, period, phase, eps, packets, stride, offset);
+}
+
+void thinwire_vote_bit(const uint8_t *rows, int64_t stride, int64_t n, const uint64_t *alive, int64_t first_word, int64_t words,
+                       uint64_t *answer, uint64_t key, int64_t *signal) {
+  in_use->table->vote_bit(rows, stride, n, alive, first_word, words, answer, key, signal);
+}
+
+void thinwire_vote_count(const uint8_t *rows, int64_t stride, int64_t n, const uint64_t *alive, int64_t words, int64_t planes,
+                         uint64_t *answer, int64_t *signal) {
+  in_use->table->vote_count(rows, stride, n, alive, words, planes, answer, signal);
+}
+
+void thinwire_adopt(uint64_t *alive, int64_t first_word, int64_t shard_words, int64_t shards, const uint8_t *answers, int64_t stride,
+                    int64_t planes, int64_t period, int64_t phase) {
+  in_use->table->adopt(alive, first_word, shard_words, shards, answers, stride, planes, period, phase);
+}
+
+void thinwire_birder_apply(const thinwire_run *runs, int64_t n_runs, float *x, void *low, int low_dtype, const uint64_t *alive,
+                           const uint8_t *answers, int64_t planes, int64_t workers, float rate, float decay) {
+  in_use->table->birder_apply(runs, n_runs, x, low, low_dtype, alive, answers, planes, workers, rate, decay);
+}
+
+}  // extern "C"

@@ -1,0 +1,17 @@
+// All kernels for one instruction set. CMake compiles this file once per set, with its flags and its name in
+// THINWIRE_ISA; nothing but the table leaves the file.
+
+#include <cstddef>
+
+#include "scalar.h"
+#include "table.h"
+
+#include "birder.inc"
+#include "vote.inc"
+
+#define THINWIRE_JOIN_(a, b) a##b
+#define THINWIRE_JOIN(a, b) THINWIRE_JOIN_(a, b)
+
+extern const thinwire_table THINWIRE_JOIN(thinwire_table_, THINWIRE_ISA);
+const thinwire_table THINWIRE_JOIN(thinwire_table_, THINWIRE_ISA) = {birder_encode, roll_call, vote_bit,
+                                                                     vote_count,    adopt,     birder_apply};

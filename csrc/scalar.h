@@ -1,0 +1,115 @@
+// Conversions and random numbers, one element at a time, written so that compilers vectorise the loops around them.
+// Everything here has internal linkage on purpose: each instruction set compiles its own copy, and the linker must
+// never hand the AVX-512 copy of an inline function to the plain kernels.
+#ifndef THINWIRE_SCALAR_H
+#define THINWIRE_SCALAR_H
+
+#include <cstdint>
+#include <cstring>
+
+#define THINWIRE_INLINE static inline __attribute__((always_inline))
+
+namespace {
+
+using u16 = uint16_t;
+using u32 = uint32_t;
+using u64 = uint64_t;
+
+THINWIRE_INLINE u32 bits_of(float f) {
+  u32 x;
+  std::memcpy(&x, &f, 4);
+  return x;
+}
+
+THINWIRE_INLINE float float_of(u32 x) {
+  float f;
+  std::memcpy(&f, &x, 4);
+  return f;
+}
+
+THINWIRE_INLINE float magnitude(float f) { return float_of(bits_of(f) & 0x7FFFFFFFu); }
+
+struct bf16 {
+  u16 raw;
+};
+struct f16 {
+  u16 raw;
+};
+
+THINWIRE_INLINE float load(const float &v) { return v; }
+THINWIRE_INLINE float load(const bf16 &v) { return float_of(u32(v.raw) << 16); }
+
+THINWIRE_INLINE float load(const f16 &v) {
+  // Moving the exponent into place and multiplying by 2^112 treats normal and subnormal numbers alike.
+  const u32 sign = u32(v.raw & 0x8000u) << 16;
+  const u32 rest = u32(v.raw & 0x7FFFu) << 13;
+  const u32 finite = bits_of(float_of(rest) * 0x1p112f);
+  const u32 special = rest | 0x7F800000u;
+  return float_of(sign | (rest >= 0x0F800000u ? special : finite));
+}
+
+THINWIRE_INLINE void store(float &to, float f) { to = f; }
+
+THINWIRE_INLINE void store(bf16 &to, float f) {
+  const u32 x = bits_of(f);
+  const u32 rounded = (x + 0x7FFFu + ((x >> 16) & 1u)) >> 16;
+  to.raw = u16((x & 0x7FFFFFFFu) > 0x7F800000u ? 0x7FC0u : rounded);
+}
+
+THINWIRE_INLINE void store(f16 &to, float f) {
+  const u32 x = bits_of(f);
+  const u32 sign = (x >> 16) & 0x8000u;
+  const u32 a = x & 0x7FFFFFFFu;
+  const u32 normal = (a + 0xC8000FFFu + ((a >> 13) & 1u)) >> 13;
+  // Adding 1/2 lets the floating-point unit round a subnormal half to its last bit.
+  const u32 subnormal = bits_of(float_of(a) + 0.5f) - 0x3F000000u;
+  u32 h = a < 0x38800000u ? subnormal : normal;
+  h = a >= 0x477FF000u ? 0x7C00u : h;
+  h = a > 0x7F800000u ? 0x7E00u : h;
+  to.raw = u16(sign | h);
+}
+
+THINWIRE_INLINE bool same(const bf16 &a, const bf16 &b) { return a.raw == b.raw; }
+THINWIRE_INLINE bool same(const f16 &a, const f16 &b) { return a.raw == b.raw; }
+
+THINWIRE_INLINE u64 splitmix(u64 z) {
+  z += 0x9E3779B97F4A7C15u;
+  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+  z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+  return z ^ (z >> 31);
+}
+
+// A 32-bit hash of a counter under a 64-bit key; two of the multipliers are those of Wellons' lowbias32.
+THINWIRE_INLINE u32 mix(u32 counter, u32 key_low, u32 key_high) {
+  u32 x = counter ^ key_low;
+  x ^= x >> 16;
+  x *= 0x7FEB352Du;
+  x ^= x >> 15;
+  x += key_high;
+  x *= 0x846CA68Bu;
+  x ^= x >> 16;
+  x *= 0x9E3779B1u;
+  return x ^ (x >> 15);
+}
+
+// The two halves of the key under which counters with the same upper 32 bits are hashed.
+struct Key {
+  u32 low, high;
+};
+
+THINWIRE_INLINE Key key_for(u64 key, u64 counter) {
+  const u64 k = splitmix(key + (counter >> 32));
+  return {u32(k), u32(k >> 32)};
+}
+
+THINWIRE_INLINE u64 load_word(const void *at) {
+  u64 w;
+  std::memcpy(&w, at, 8);
+  return w;
+}
+
+THINWIRE_INLINE void store_word(void *at, u64 w) { std::memcpy(at, &w, 8); }
+
+}  // namespace
+
+#endif

@@ -1,0 +1,80 @@
+/* The C interface of thinwire's kernels. No torch, no Python: one build serves every version of both.
+ *
+ * docs/protocol.md defines what each of these computes; src/thinwire/kernels/reference.py is the same in torch and is
+ * the truth. All pointers are to memory of the caller; nothing is allocated, nothing is kept between calls.
+ */
+#ifndef THINWIRE_H
+#define THINWIRE_H
+
+#include <stdint.h>
+
+#if defined(_WIN32)
+#define THINWIRE_API __declspec(dllexport)
+#else
+#define THINWIRE_API __attribute__((visibility("default")))
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Bumped whenever a signature below changes, so that a stale library is recognised instead of called wrongly. */
+#define THINWIRE_ABI 1
+
+enum thinwire_dtype { THINWIRE_F32 = 0, THINWIRE_BF16 = 1, THINWIRE_F16 = 2 };
+
+/* Elements that lie together in the flat space, in one parameter and in one packet. `element` is a multiple of 64. */
+typedef struct {
+  int64_t element;  /* index of the first one in the flat space */
+  int64_t in_param; /* index of the first one in its parameter */
+  int64_t count;
+  int64_t byte;        /* where its words begin in the packet buffer */
+  int64_t plane_bytes; /* from one plane of its bits to the next, where an answer has several */
+} thinwire_run;
+
+THINWIRE_API int thinwire_abi(void);
+
+/* The instruction set in use: "avx512", "avx2", "neon" or "plain". */
+THINWIRE_API const char *thinwire_isa(void);
+
+/* Uses another one; 0 on success, -1 when this build or this machine does not have it. */
+THINWIRE_API int thinwire_use_isa(const char *name);
+
+/* Birder's local rule, sampled and packed in one pass. `m` and `b` are flat, `grad` is one parameter's; without a
+ * gradient (NULL) the bits are sampled from `m` and `b` as they are. Returns 1 when a gradient was not finite: such
+ * elements keep their `m` and `b`. */
+THINWIRE_API int thinwire_birder_encode(const thinwire_run *runs, int64_t n_runs, const void *grad, int grad_dtype, void *m, void *b,
+                                        int state_dtype, const uint64_t *alive, uint8_t *packets, float beta, float one_minus_beta,
+                                        float eps, float scale, int amsgrad, uint64_t key);
+
+/* For each of `shards` shards, the life (|state| > eps) of its words w with w mod `period` = `phase`, written to
+ * `packets` + shard * stride + offset. */
+THINWIRE_API void thinwire_roll_call(const void *state, int state_dtype, int64_t first_word, int64_t shard_words, int64_t shards,
+                                     int64_t period, int64_t phase, float eps, uint8_t *packets, int64_t stride, int64_t offset);
+
+/* The answer to `n` rows of votes: a random worker's bit where `alive`, the or of all bits elsewhere. `alive` may be
+ * NULL: or everywhere. `signal`, if not NULL, gets {sum of |2c - n|, number of living elements} over a sixteenth. */
+THINWIRE_API void thinwire_vote_bit(const uint8_t *rows, int64_t stride, int64_t n, const uint64_t *alive, int64_t first_word,
+                                    int64_t words, uint64_t *answer, uint64_t key, int64_t *signal);
+
+/* The number of votes as planes of bits, lowest first, plane p at answer + p * words. */
+THINWIRE_API void thinwire_vote_count(const uint8_t *rows, int64_t stride, int64_t n, const uint64_t *alive, int64_t words, int64_t planes,
+                                      uint64_t *answer, int64_t *signal);
+
+/* Brings `alive` up to date with the answers of `shards` shards, `stride` bytes apart: hellos where it was 0, and the
+ * roll call's words, which follow the planes of the answer. */
+THINWIRE_API void thinwire_adopt(uint64_t *alive, int64_t first_word, int64_t shard_words, int64_t shards, const uint8_t *answers,
+                                 int64_t stride, int64_t planes, int64_t period, int64_t phase);
+
+/* x <- decay x - lr Q where alive; Q is the answer's sign (planes = 1, workers = 0) or (2c - workers) / workers, with
+ * `rate` = lr or lr / workers. `low`, if not NULL, is a parameter of `low_dtype` whose fp32 master is `x`: it is
+ * rounded from the master, and a master that no longer rounds to it (somebody loaded weights) is first replaced by
+ * it. */
+THINWIRE_API void thinwire_birder_apply(const thinwire_run *runs, int64_t n_runs, float *x, void *low, int low_dtype,
+                                        const uint64_t *alive, const uint8_t *answers, int64_t planes, int64_t workers,
+                                        float rate, float decay);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,15 @@
+"""Train over thin wires: optimizers for PyTorch data parallelism that send one bit a parameter instead of 32.
+
+    model = DDP(net)
+    opt = thinwire.Birder(model.parameters(), lr=1e-3, weight_decay=0.1)
+    thinwire.attach(model, opt)                    # DDP no longer averages; bits travel while backward runs
+    ...
+    loss.backward(); opt.step(); opt.zero_grad()   # the loop stays as it was
+"""
+
+from thinwire._version import __version__
+from thinwire.attach import attach
+from thinwire.metrics import Metrics
+from thinwire.optimizers.birder import Birder
+
+__all__ = ["Birder", "Metrics", "__version__", "attach"]

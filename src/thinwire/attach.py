@@ -1,0 +1,175 @@
+"""Inside DDP: who calls the optimizer, and when.
+
+DDP stays in charge of everything but the averaging of gradients: it is given a communication hook that leaves its
+buckets as they are. The optimizer encodes a parameter's gradient the moment autograd has accumulated it, on the thread
+that computed it and while it is warm in the cache, and its lane exchanges the bits while backward goes on. `.grad` stays
+the local gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import GradBucket
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.optimizers._base import WireOptimizer
+
+
+def attach(
+    model: nn.Module,
+    optimizer: WireOptimizer,
+    *,
+    overlap: bool = True,
+    grad_scaler: torch.amp.GradScaler | None = None,
+) -> None:
+    """Let a thinwire optimizer do the communication of a DistributedDataParallel model.
+
+    DDP no longer averages gradients; the optimizer exchanges its bits while backward runs. Results are equal, to the
+    bit, to those without `attach` on a model that nobody averages.
+
+    `no_sync()` accumulates as ever. Gradients are encoded as backward produces them, so what changes `.grad` between
+    backward and `step()`, such as `clip_grad_norm_`, has no effect on the step.
+
+    Args:
+        model: a DistributedDataParallel model, all of whose trainable parameters the optimizer holds.
+        optimizer: of thinwire.
+        overlap: exchange during backward; otherwise in `step()`.
+        grad_scaler: the torch.amp.GradScaler in use, if any: gradients must be unscaled before they are averaged over
+            time, and backward is before `scaler.step()`.
+
+    Raises:
+        TypeError: for a model that is not DistributedDataParallel, or an optimizer that is not thinwire's.
+        ValueError: when optimizer and model do not fit.
+        RuntimeError: when the model has a communication hook already, or, on every rank, when ranks disagree on the
+            optimizer's class, its hyper-parameters, the parameters' names, shapes or dtypes, the version or the seed.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        raise TypeError(
+            f"attach: model is {type(model).__name__}, expected torch.nn.parallel.DistributedDataParallel. "
+            "Without DDP no attach is needed: step() exchanges by itself"
+        )
+    if not isinstance(optimizer, WireOptimizer):
+        raise TypeError(
+            f"attach: optimizer is {type(optimizer).__module__}.{type(optimizer).__name__}, expected one of thinwire's, "
+            "for example thinwire.Birder"
+        )
+    _refuse_what_does_not_fit(model, optimizer)
+    names = {p: name for name, p in model.module.named_parameters()}
+    optimizer.prepare(names)
+    # From here on all ranks are known to be equal, so whatever is refused is refused by all.
+    model.register_comm_hook(None, _leave_as_it_is)
+    _refuse_join(model)
+    if overlap:
+        _Overlap(model, optimizer, names, grad_scaler)
+
+
+def _refuse_what_does_not_fit(model: DistributedDataParallel, optimizer: WireOptimizer) -> None:
+    if model._comm_hooks:
+        raise RuntimeError(
+            f"attach: the model has a communication hook already ({model._comm_hooks[0][0].__name__}), and DDP takes "
+            "only one. Wrap the module in a new DistributedDataParallel, and attach once"
+        )
+    if model.mixed_precision is not None:
+        raise ValueError(
+            "attach: the model was made with mixed_precision=, which replaces parameters during backward. Use "
+            "torch.autocast, or bfloat16 parameters, of which thinwire keeps fp32 masters"
+        )
+    if torch.distributed.get_process_group_ranks(model.process_group) != optimizer.peers.ranks():
+        raise ValueError(
+            f"attach: the model's process group has ranks {torch.distributed.get_process_group_ranks(model.process_group)}, "
+            f"the optimizer's {optimizer.peers.ranks()}: give the optimizer process_group=model.process_group"
+        )
+    held = set(optimizer.flat_params)
+    for name, p in model.module.named_parameters():
+        if p.requires_grad and p not in held:
+            raise ValueError(
+                f"attach: the optimizer does not hold parameter {name!r} (or it was frozen when the optimizer was made), "
+                "and DDP would no longer average its gradient. Give it to the optimizer, or freeze it with "
+                "requires_grad_(False)"
+            )
+
+
+def _leave_as_it_is(_: object, bucket: GradBucket) -> Future[Tensor]:
+    done: Future[Tensor] = Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+def _refuse_join(model: DistributedDataParallel) -> None:
+    def join_hook(**_: Any) -> NoReturn:
+        raise RuntimeError(
+            "join() on a model attached to thinwire: ranks that have run out of data cannot vote. Give all ranks equally "
+            "many batches, for example with DistributedSampler(drop_last=True)"
+        )
+
+    # Both DistributedDataParallel.join() and the Join context manager come through here, before anything is sent.
+    model.join_hook = join_hook  # type: ignore[method-assign]
+
+
+class _Overlap:
+    """Encodes gradients as autograd accumulates them.
+
+    How often autograd accumulates into a parameter before a step is learnt from the steps themselves: once as a rule,
+    more often with reentrant checkpointing or several backward passes. The last time is when the gradient is ready.
+    Parameters that come less often than that, or not at all, are left to `step()`.
+    """
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        optimizer: WireOptimizer,
+        names: dict[Tensor, str],
+        grad_scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        self._optimizer = optimizer
+        self._names = names
+        self._grad_scaler = grad_scaler
+        self._synchronises = False
+        self._expected = [0] * len(optimizer.flat_params)
+        self._seen = [0] * len(optimizer.flat_params)
+        model.register_forward_pre_hook(self._before_forward)
+        for position, p in enumerate(optimizer.flat_params):
+            if p in names:
+                p.register_post_accumulate_grad_hook(self._when_accumulated(position))
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(self._after_step)
+
+    def _before_forward(self, model: nn.Module, _: object) -> None:
+        # DDP decides in forward whether the next backward synchronises: no_sync() must be around both.
+        if torch.is_grad_enabled():
+            self._synchronises = bool(model.require_backward_grad_sync)
+
+    def _when_accumulated(self, position: int) -> Callable[[Tensor], None]:
+        def ready(p: Tensor) -> None:
+            if not self._synchronises:
+                return
+            self._seen[position] += 1
+            if self._seen[position] == self._expected[position]:
+                self._optimizer.encode_early(position, self._scale())
+            elif 0 < self._expected[position] < self._seen[position]:
+                raise RuntimeError(
+                    f"parameter {self._names[p]!r} got a gradient {self._seen[position]} times since the last step, but "
+                    f"{self._expected[position]} times before, and was sent already. Run all but the last backward of a "
+                    "step under no_sync(), or attach with overlap=False"
+                )
+
+        return ready
+
+    def _scale(self) -> float:
+        return 1.0 if self._grad_scaler is None else 1.0 / self._grad_scaler.get_scale()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if hasattr(optimizer, "found_inf") and self._grad_scaler is None:
+            raise RuntimeError(
+                "step() was called by a GradScaler that attach does not know, after scaled gradients were sent: "
+                "use thinwire.attach(model, optimizer, grad_scaler=scaler)"
+            )
+
+    def _after_step(self, *_: object) -> None:
+        self._expected = [max(pair) for pair in zip(self._expected, self._seen, strict=True)]
+        self._seen = [0] * len(self._seen)

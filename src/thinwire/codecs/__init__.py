@@ -1,0 +1,1 @@
+"""What a packed vector looks like: one module a codec."""

@@ -1,0 +1,131 @@
+"""The stochastic sign: one bit that is right on average, and a way to say nothing.
+
+A coordinate `u` in [-1, 1] travels as `+1` with probability `(1 + u) / 2`, which needs no scale and no memory of errors:
+`E[Q(u)] = u`. What one bit cannot say is zero. This codec therefore keeps, identical on all ranks, a map of the
+coordinates that live; the bits of the others say hello instead of voting, and a rolling roll call finds those that
+have fallen silent. docs/protocol.md has the rules.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from thinwire.kernels.ops import Kernels
+from thinwire.wire.buckets import WORD, Layout
+from thinwire.wire.mail import WORD_BYTES, Frame, Payload
+from thinwire.wire.packet import HEADER_BYTES
+
+ROLL_PERIOD = 256
+"""Steps between two roll calls of a coordinate; the roll call is this fraction of the bytes."""
+
+Downlink = Literal["bit", "votes"]
+
+
+class StochasticSign:
+    """Votes up, an answer down: a re-sampled bit, or the number of votes.
+
+    Args:
+        layout: the flat space.
+        downlink: "bit" or "votes".
+        kernels: the backend.
+    """
+
+    def __init__(self, layout: Layout, downlink: Downlink, kernels: Kernels) -> None:
+        self._kernels = kernels
+        self.workers = layout.world_size if downlink == "votes" else 0
+        """How many votes an answer counts; 0 when it is a sign."""
+        self.planes = layout.world_size.bit_length() if downlink == "votes" else 1
+        self.alive = torch.zeros(layout.size // WORD, dtype=torch.int64)
+        self._votes_of = layout.world_size
+        # Sum of |2c - n| over a sample of living coordinates, and their number.
+        self._signal = torch.zeros(2, dtype=torch.int64)
+        self.payload = Payload(
+            up_words=lambda shard_words: shard_words + _roll_words(shard_words),
+            down_words=lambda shard_words: self.planes * shard_words + _roll_words(shard_words),
+        )
+
+    def call_roll(self, frame: Frame, state: Tensor, step: int, eps: float) -> None:
+        """Write into a bucket's packets which coordinates live, for the words whose turn it is."""
+        bucket = frame.bucket
+        self._kernels.roll_call(
+            state,
+            first_word=bucket.first_word,
+            shard_words=bucket.shard_words,
+            shards=bucket.shards,
+            period=ROLL_PERIOD,
+            phase=step % ROLL_PERIOD,
+            eps=eps,
+            packets=frame.sent,
+            offset=HEADER_BYTES + WORD_BYTES * bucket.shard_words,
+        )
+
+    def merge(self, frame: Frame, shard: int, key: int) -> None:
+        """Answer the votes received for `shard`, in its packet among the bucket's answers."""
+        words = frame.bucket.shard_words
+        first_word = frame.bucket.first_word + shard * words
+        answer = frame.answers[shard]
+        if self.workers:
+            self._kernels.vote_count(
+                frame.received,
+                HEADER_BYTES,
+                self.alive,
+                first_word=first_word,
+                words=words,
+                planes=self.planes,
+                answer=answer,
+                answer_byte=HEADER_BYTES,
+                signal=self._signal,
+            )
+        else:
+            self._kernels.vote_bit(
+                frame.received,
+                HEADER_BYTES,
+                self.alive,
+                first_word=first_word,
+                words=words,
+                answer=answer,
+                answer_byte=HEADER_BYTES,
+                key=key,
+                signal=self._signal,
+            )
+        self._kernels.vote_bit(
+            frame.received,
+            HEADER_BYTES + WORD_BYTES * words,
+            None,
+            first_word=0,
+            words=_roll_words(words),
+            answer=answer,
+            answer_byte=HEADER_BYTES + WORD_BYTES * self.planes * words,
+            key=0,
+            signal=None,
+        )
+
+    def mean_abs_vote(self) -> float:
+        """Mean |ū| over a sample of the coordinates that this rank has answered for since `forget_votes`."""
+        total, coordinates = self._signal.tolist()
+        return total / (self._votes_of * coordinates) if coordinates else math.nan
+
+    def forget_votes(self) -> None:
+        """Start the mean anew."""
+        self._signal.zero_()
+
+    def adopt(self, frame: Frame, step: int) -> None:
+        """Bring the map of living coordinates up to date with a bucket's answers."""
+        self._kernels.adopt(
+            self.alive,
+            first_word=frame.bucket.first_word,
+            shard_words=frame.bucket.shard_words,
+            answers=frame.answers,
+            byte=HEADER_BYTES,
+            planes=self.planes,
+            period=ROLL_PERIOD,
+            phase=step % ROLL_PERIOD,
+        )
+
+
+def _roll_words(shard_words: int) -> int:
+    return -(-shard_words // ROLL_PERIOD)

@@ -1,0 +1,222 @@
+"""The kernels in plain torch: slow, obvious, and the truth that every other backend must match to the bit.
+
+docs/protocol.md defines what they compute. A *run* is a row `(element, in_param, count, byte, plane_bytes)` of an int64
+table: `count` elements that start at `element` in the flat space and at `in_param` in their parameter, and whose words
+begin at `byte` of a packet buffer, further planes of bits following `plane_bytes` apart. Parameters and gradients are taken in the order of their memory, which is dense.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from thinwire.kernels import rng
+
+NAME = "reference"
+DRAW_BITS = 24
+
+
+def pack(bits: Tensor) -> Tensor:
+    """Bools, a multiple of 64 of them, as int64 words."""
+    weights = torch.ones(64, dtype=torch.int64) << torch.arange(64)
+    return (bits.view(-1, 64).to(torch.int64) * weights).sum(1)
+
+
+def unpack(words: Tensor) -> Tensor:
+    """The bools of int64 words."""
+    return ((words[:, None] >> torch.arange(64)) & 1).to(torch.bool).view(-1)
+
+
+def words_at(buffer: Tensor, byte: int, count: int) -> Tensor:
+    """`count` words of a packet buffer, as a view."""
+    return buffer.view(-1)[byte : byte + 8 * count].view(torch.int64)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _life(state: Tensor, eps: float) -> Tensor:
+    return state.to(torch.float32).abs() > torch.tensor(eps, dtype=torch.float32)
+
+
+def birder_encode(
+    runs: Tensor,
+    grad: Tensor | None,
+    m: Tensor,
+    b: Tensor,
+    alive: Tensor,
+    packets: Tensor,
+    *,
+    beta: float,
+    eps: float,
+    scale: float,
+    amsgrad: bool,
+    key: int,
+) -> bool:
+    """Update `m` and `b` by the scaled gradient (if any) and write the sampled bits; True when it was not finite."""
+    nonfinite = False
+    for element, in_param, count, byte, _ in runs.tolist():
+        words = -(-count // 64)
+        here = slice(element, element + 64 * words)
+        m_old, b_old = m[here].to(torch.float32), b[here].to(torch.float32)
+        if grad is not None:
+            g = torch.zeros(64 * words)
+            g[:count] = _flat(grad)[in_param : in_param + count]
+            g *= scale
+            finite = g.isfinite()
+            nonfinite |= not bool(finite.all())
+            m_new = m_old * beta + g * (1.0 - beta)
+            b_new = b_old * beta + g.abs() * (1.0 - beta)
+            if amsgrad:
+                b_new = torch.maximum(b_new, b_old)
+            m[here] = torch.where(finite, m_new, m_old).to(m.dtype)
+            b[here] = torch.where(finite, b_new, b_old).to(b.dtype)
+        r = rng.uniform(key, torch.arange(element, element + 64 * words))
+        votes = m[here].to(torch.float32) > r * (b[here].to(torch.float32) + eps)
+        living = unpack(alive[element // 64 : element // 64 + words])
+        hello = _life(m[here] if amsgrad else b[here], eps)
+        words_at(packets, byte, words).copy_(pack(torch.where(living, votes, hello)))
+    return nonfinite
+
+
+def roll_call(
+    state: Tensor,
+    *,
+    first_word: int,
+    shard_words: int,
+    shards: int,
+    period: int,
+    phase: int,
+    eps: float,
+    packets: Tensor,
+    offset: int,
+) -> None:
+    """Write, for every shard, the life of its words `w` with `w % period == phase` at `offset` of its packet."""
+    stride = packets.stride(0)
+    for shard in range(shards):
+        start = first_word + shard * shard_words
+        called = [w for w in range(start, start + shard_words) if w % period == phase]
+        to = words_at(packets, shard * stride + offset, len(called))
+        for i, w in enumerate(called):
+            to[i] = pack(_life(state[64 * w : 64 * w + 64], eps))[0]
+
+
+def vote_bit(
+    rows: Tensor,
+    byte: int,
+    alive: Tensor | None,
+    *,
+    first_word: int,
+    words: int,
+    answer: Tensor,
+    answer_byte: int,
+    key: int,
+    signal: Tensor | None,
+) -> None:
+    """A random worker's bit where `alive`, the *or* of all bits elsewhere (everywhere when there is no map).
+
+    `rows` is `(n, packet)`; words begin at `byte` of each row and at `answer_byte` of `answer`.
+    """
+    n = rows.shape[0]
+    bits = torch.stack([unpack(words_at(row, byte, words)) for row in rows])
+    living = torch.zeros(64 * words, dtype=torch.bool)
+    if alive is not None:
+        living = unpack(alive[first_word : first_word + words])
+    elements = torch.arange(64 * first_word, 64 * (first_word + words))
+    low, high = torch.zeros_like(elements), torch.full_like(elements, n)
+    level = 0
+    while bool((high - low > 1).any()):
+        u = torch.zeros_like(elements)
+        for i in range(DRAW_BITS):
+            plane = rng.draw(rng.splitmix((key + DRAW_BITS * level + i) % 2**64), elements >> 5)
+            u = 2 * u + ((plane >> (elements & 31)) & 1)
+        middle = low + (high - low + 1) // 2
+        left = u < (middle - low) * 2**DRAW_BITS // (high - low)
+        undecided = high - low > 1
+        high = torch.where(undecided & left, middle, high)
+        low = torch.where(undecided & ~left, middle, low)
+        level += 1
+    chosen = bits.gather(0, low[None])[0]
+    words_at(answer, answer_byte, words).copy_(pack(torch.where(living, chosen, bits.any(0))))
+    _add_signal(bits, living, signal)
+
+
+def vote_count(
+    rows: Tensor,
+    byte: int,
+    alive: Tensor,
+    *,
+    first_word: int,
+    words: int,
+    planes: int,
+    answer: Tensor,
+    answer_byte: int,
+    signal: Tensor | None,
+) -> None:
+    """The number of votes, as `planes` planes of bits one after another, lowest first."""
+    bits = torch.stack([unpack(words_at(row, byte, words)) for row in rows])
+    counts = bits.sum(0)
+    for plane in range(planes):
+        words_at(answer, answer_byte + 8 * words * plane, words).copy_(pack((counts >> plane) & 1 == 1))
+    _add_signal(bits, unpack(alive[first_word : first_word + words]), signal)
+
+
+def _add_signal(bits: Tensor, living: Tensor, signal: Tensor | None) -> None:
+    # The native kernels look at every 16th block of 4096 elements: a metric is worth no more than that.
+    if signal is None:
+        return
+    sampled = living & (torch.arange(living.numel()) // 4096 % 16 == 0)
+    signal[0] += (2 * bits.sum(0) - bits.shape[0]).abs()[sampled].sum()
+    signal[1] += sampled.sum()
+
+
+def adopt(
+    alive: Tensor, *, first_word: int, shard_words: int, answers: Tensor, byte: int, planes: int, period: int, phase: int
+) -> None:
+    """Bring `alive` up to date with a bucket's answers, a row a shard: hellos at `byte`, then the roll call's words."""
+    for shard, answer in enumerate(answers):
+        start = first_word + shard * shard_words
+        for plane in range(planes):
+            hello = words_at(answer, byte + 8 * shard_words * plane, shard_words)
+            alive[start : start + shard_words] |= hello
+        called = [w for w in range(start, start + shard_words) if w % period == phase]
+        alive[called] = words_at(answer, byte + 8 * shard_words * planes, len(called))
+
+
+def birder_apply(
+    runs: Tensor,
+    x: Tensor,
+    low: Tensor | None,
+    alive: Tensor,
+    answers: Tensor,
+    *,
+    planes: int,
+    workers: int,
+    lr: float,
+    decay: float,
+) -> None:
+    """Move and decay the living coordinates of one parameter by the packed answer.
+
+    `workers` is 0 when the answer is a sign, else it is the number of votes that the planes count. `x` is fp32: the
+    parameter itself, or the master of the low-precision parameter `low`. A master that no longer rounds to `low`
+    (somebody loaded weights) is replaced by it first.
+    """
+    master = _flat(x)
+    if low is not None:
+        narrow = _flat(low)
+        master.copy_(torch.where(master.to(low.dtype).view(torch.int16) == narrow.view(torch.int16), master, narrow.float()))
+    for element, in_param, count, byte, plane_bytes in runs.tolist():
+        words = -(-count // 64)
+        living = unpack(alive[element // 64 : element // 64 + words])[:count]
+        counts = torch.zeros(count, dtype=torch.int64)
+        for plane in range(planes):
+            counts += unpack(words_at(answers, byte + plane * plane_bytes, words))[:count].to(torch.int64) << plane
+        if workers:
+            move = -((2 * counts - workers).to(torch.float32) * (lr / workers))
+        else:
+            move = (1 - 2 * counts).to(torch.float32) * lr
+        old = master[in_param : in_param + count]
+        old.copy_(torch.where(living, old * decay + move, old))
+    if low is not None:
+        _flat(low).copy_(master)

@@ -1,0 +1,71 @@
+"""Random numbers that depend on what they are for, not on who draws them first.
+
+Every number is a hash of a key (seed, stream, step, worker) and a counter (the element's index in the flat space), so
+threads, buckets, overlap and restarts cannot change a single bit. docs/protocol.md has the definition.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_U64 = (1 << 64) - 1
+_U32 = (1 << 32) - 1
+
+WORKER_STREAM = 0
+OWNER_STREAM = 1
+
+
+def splitmix(z: int) -> int:
+    """One step of the splitmix64 generator, as a hash of 64 bits."""
+    z = (z + 0x9E3779B97F4A7C15) & _U64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _U64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _U64
+    return z ^ (z >> 31)
+
+
+def key(*values: int) -> int:
+    """The 64-bit key of a tuple of integers."""
+    k = 0
+    for value in values:
+        k = splitmix((k + value) & _U64)
+    return k
+
+
+def worker_key(seed: int, step: int, worker: int) -> int:
+    """The key under which `worker` samples its bits at `step`."""
+    return key(seed, WORKER_STREAM, step, worker)
+
+
+def owner_key(seed: int, step: int) -> int:
+    """The key under which shard owners draw at `step`; the same for all, because elements tell the draws apart."""
+    return key(seed, OWNER_STREAM, step)
+
+
+def draw(key: int, counters: Tensor) -> Tensor:
+    """32 random bits a counter, as int64 in [0, 2**32)."""
+    out = torch.empty_like(counters)
+    high = counters >> 32
+    for block in high.unique().tolist():
+        here = high == block
+        k = splitmix((key + block) & _U64)
+        out[here] = _mix(counters[here] & _U32, k & _U32, k >> 32)
+    return out
+
+
+def _mix(x: Tensor, key_low: int, key_high: int) -> Tensor:
+    x = x ^ key_low
+    x = x ^ (x >> 16)
+    x = (x * 0x7FEB352D) & _U32
+    x = x ^ (x >> 15)
+    x = (x + key_high) & _U32
+    x = (x * 0x846CA68B) & _U32
+    x = x ^ (x >> 16)
+    x = (x * 0x9E3779B1) & _U32
+    return x ^ (x >> 15)
+
+
+def uniform(key: int, counters: Tensor) -> Tensor:
+    """float32 in [-1, 1) with 24 bits, one a counter."""
+    signed = (draw(key, counters) ^ 0x80000000) - 0x80000000
+    return (signed >> 8).to(torch.float32) * 2.0**-23

@@ -1,0 +1,373 @@
+"""The one file that orders the stages of a step.
+
+    gradients → bucket → local rule → codec → exchange → apply → metrics
+
+A paper is a subclass. It says what it keeps (`_declare`), what it sends (`_local`, `_seal`), how the owner of a shard
+answers (`_merge`), and what everybody does with the answer (`_apply`). When and by whom these are called is decided here
+and is the same for all: by `step()`, or, for a model given to `thinwire.attach`, as soon as backward has a gradient.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+from thinwire._version import __version__
+from thinwire.kernels import ops
+from thinwire.metrics import Meter, Metrics
+from thinwire.optimizers import _state_dict
+from thinwire.optimizers._agreement import require_agreement
+from thinwire.wire import packet
+from thinwire.wire.buckets import WORD, Layout, is_dense
+from thinwire.wire.exchange import Exchange, Peers
+from thinwire.wire.lane import Lane
+from thinwire.wire.mail import Frame, Mail, Payload
+
+_LOW_PRECISION = (torch.bfloat16, torch.float16)
+_DTYPES = (torch.float32, *_LOW_PRECISION)
+
+
+class WireOptimizer(Optimizer, abc.ABC):
+    """What all of thinwire's optimizers share; see the subclasses for use.
+
+    The phases of `step()`:
+
+    1. encode the gradients that backward has not encoded already; a bucket whose last parameter is encoded goes to the
+       lane, which exchanges buckets in order while the next are being encoded;
+    2. wait for the lane;
+    3. if any gradient on any rank was not finite, stop here, on all ranks;
+    4. apply the answers.
+    """
+
+    # GradScaler would otherwise decide a rank at a time whether step() is called, and the others would wait for ever.
+    _step_supports_amp_scaling = True
+    _mail: Mail | None = None
+
+    def __init__(
+        self,
+        params: ParamsT,
+        defaults: dict[str, Any],
+        *,
+        seed: int,
+        process_group: dist.ProcessGroup | None,
+        bucket_mb: float,
+    ) -> None:
+        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+            raise ValueError(f"seed={seed!r}: expected an integer in [0, 2**63)")
+        if not 0 < bucket_mb < math.inf:
+            raise ValueError(f"bucket_mb={bucket_mb!r}: expected a positive number, in megabytes of fp32 gradient")
+        self._seed = seed
+        self._bucket_mb = bucket_mb
+        self.peers = Peers.of(process_group)
+        self._meter = Meter()
+        self._step_count = torch.zeros((), dtype=torch.int64)
+        self._prepared = False
+        super().__init__(params, defaults)
+        self._build()
+        _state_dict.install(self)
+
+    # What a paper says -----------------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def _check_group(self, group: dict[str, Any]) -> None:
+        """Refuse hyper-parameters that make no sense."""
+
+    @abc.abstractmethod
+    def _settings(self) -> dict[str, Any]:
+        """Arguments of the constructor, beyond those of parameter groups, on which all ranks must agree."""
+
+    @abc.abstractmethod
+    def _declare(self, layout: Layout) -> tuple[Payload, dict[str, Tensor]]:
+        """Allocate the flat state; tell how many words a packet carries, and the state's tensors by name.
+
+        A tensor as long as the flat space is given out a parameter at a time; one of a bit an element, in words.
+        """
+
+    @abc.abstractmethod
+    def _local(self, position: int, grad: Tensor | None, group: dict[str, Any], scale: float) -> bool:
+        """The local rule for the parameter at `position` of the flat order, with its gradient times `scale`.
+
+        Writes its bits into the packets; returns whether the gradient was not finite. Without a gradient the bits are
+        those of the state as it is.
+        """
+
+    @abc.abstractmethod
+    def _seal(self, frame: Frame) -> None:
+        """Add to a bucket's packets what is known only when all its parameters are encoded."""
+
+    @abc.abstractmethod
+    def _merge(self, frame: Frame, shard: int) -> None:
+        """As the owner of `shard`, turn the packets received into an answer. Runs on the lane."""
+
+    @abc.abstractmethod
+    def _apply(self, position: int, x: Tensor, low: Tensor | None, group: dict[str, Any]) -> None:
+        """Move one parameter by the answer. `x` is fp32 and dense; `low` is the parameter when `x` is its master."""
+
+    def _first_flags(self) -> int:
+        """The flags with which this step's packets start out."""
+        return 0
+
+    def _settle(self, flags: int) -> int:
+        """What happens between the exchange and the apply, given the flags seen; returns those to go on with."""
+        return flags
+
+    def _conclude(self) -> None:
+        """What happens after the apply."""
+
+    def _mean_abs_vote(self) -> float:
+        """How much the workers agreed in the last step."""
+        return math.nan
+
+    # Layout and state, made at construction --------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, as in torch.optim; possible until the first step or `attach`."""
+        if self._prepared:
+            raise RuntimeError(
+                "add_param_group after the first step or attach: all ranks have agreed on a layout by now. Give the "
+                "optimizer all parameters when it is made, and freeze with requires_grad_(False) what shall wait"
+            )
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        self._check_group(group)
+        for p in group["params"]:
+            if p.dtype not in _DTYPES:
+                hint = "; torch.view_as_real gives a real one" if p.is_complex() else ""
+                raise TypeError(f"a parameter of {p.dtype}: expected float32, bfloat16 or float16{hint}")
+        if self._mail is not None:
+            self._build()
+
+    def _build(self) -> None:
+        # A parameter that is frozen now takes no room on the wire. Freezing one later is fine: it just has no gradient.
+        owned = [(p, i) for i, group in enumerate(self.param_groups) for p in group["params"] if p.requires_grad]
+        devices = {p.device for p, _ in owned}
+        if len(devices) > 1:
+            names = ", ".join(sorted(map(str, devices)))
+            raise ValueError(f"parameters on devices {names}: an optimizer needs all its parameters on one device")
+        self._kernels = ops.backend(devices.pop() if devices else torch.device("cpu"))
+        layout = Layout([p.numel() for p, _ in owned], self.peers.size, int(self._bucket_mb * 2**20 / 4))
+        self.flat_params: list[Tensor] = [owned[slot.index][0] for slot in layout.slots]
+        """The parameters that take part, in the order of the flat space."""
+        self._group_index = [owned[slot.index][1] for slot in layout.slots]
+        payload, flat_state = self._declare(layout)
+        self._mail = Mail(layout, payload, alone=self.peers.size == 1)
+        self._frames_of = [
+            [frame for frame in self._mail.frames if position in frame.bucket.slots]
+            for position in range(len(layout.slots))
+        ]
+        self.state.clear()
+        for p, slot in zip(self.flat_params, layout.slots, strict=True):
+            state: dict[str, Tensor] = {"step": self._step_count}
+            for name, flat in flat_state.items():
+                packed = flat.numel() != layout.size
+                state[name] = flat[slot.start // WORD : slot.stop // WORD] if packed else layout.view(flat, slot, p)
+            if p.dtype in _LOW_PRECISION:
+                order = torch.preserve_format if is_dense(p) else torch.contiguous_format
+                state["master"] = torch.empty_like(p, dtype=torch.float32, memory_format=order).copy_(p.detach())
+            self.state[p] = state
+        self.begin_step()
+
+    def _group_of(self, position: int) -> dict[str, Any]:
+        # Looked up each time: load_state_dict replaces the groups.
+        return self.param_groups[self._group_index[position]]
+
+    @property
+    def mail(self) -> Mail:
+        """The packets."""
+        assert self._mail is not None, "made at construction"
+        return self._mail
+
+    def prepare(self, names: dict[Tensor, str] | None = None) -> None:
+        """Before the first exchange: agree with everybody on everything, then open the lane.
+
+        Called by the first `step()`, or by `attach`, which knows the parameters' names.
+
+        Raises:
+            RuntimeError: on every rank, when ranks disagree.
+        """
+        if self._prepared:
+            return
+        require_agreement(self.peers, self._description(names or {}))
+        group = self.peers.private_group()
+        self._exchange = Exchange(self.mail, self.peers, group, self._meter)
+        self._lane = Lane(threaded=group is not None)
+        self._prepared = True
+
+    def _description(self, names: dict[Tensor, str]) -> dict[str, Any]:
+        description: dict[str, Any] = {
+            "the optimizer's class": type(self).__name__,
+            "thinwire's version": __version__,
+            "seed": self._seed,
+            "bucket_mb": self._bucket_mb,
+            **self._settings(),
+            "the number of steps taken": int(self._step_count),
+            "the number of parameter groups": len(self.param_groups),
+            "the number of parameters": len(self.flat_params),
+        }
+        for i, group in enumerate(self.param_groups):
+            for key, value in group.items():
+                if key not in ("params", "param_names"):
+                    description[f"{key} of parameter group {i}"] = float(value) if isinstance(value, Tensor) else value
+        for i, p in enumerate(reversed(self.flat_params)):
+            description[f"parameter {i}"] = (names.get(p, "unnamed"), tuple(p.shape), str(p.dtype), p.stride())
+        return description
+
+    # A step ----------------------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Forget what was encoded; the next gradients belong to a new step."""
+        self.step_number = int(self._step_count) + 1
+        """The number of the step under way, from 1."""
+        self._encoded = [False] * len(self.flat_params)
+        self._presence = [0] * len(self.mail.frames)
+        self._flags_sent = self._first_flags()
+        self._begin_exchange()
+
+    def _begin_exchange(self) -> None:
+        self._missing = [len(frame.bucket.slots) for frame in self.mail.frames]
+        self._submitted = 0
+        self._flags_seen = 0
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Take one optimization step, together with all other ranks.
+
+        Args:
+            closure: re-evaluates the model and returns the loss, as in torch.optim; called once.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        scale = self._amp_scale()
+        gradients = [_gradient_of(p) for p in self.flat_params]
+        self.prepare()
+        for position, grad in enumerate(gradients):
+            if not self._encoded[position]:
+                self.encode(position, grad, scale)
+        flags = self._settle(self._wait())
+        if flags & packet.NONFINITE:
+            self._meter.skipped_steps += 1
+        else:
+            with self._meter.apply:
+                self._apply_all()
+                self._conclude()
+        self._meter.steps += 1
+        self._step_count += 1
+        self.begin_step()
+        return loss
+
+    def _amp_scale(self) -> float:
+        # torch.amp.GradScaler leaves its scale in this attribute while it calls step(), None after unscale_().
+        scale: Tensor | None = getattr(self, "grad_scale", None)
+        return 1.0 if scale is None else 1.0 / float(scale)
+
+    def encode_early(self, position: int, scale: float) -> None:
+        """Encode one parameter's gradient before `step()` asks for it. Called by `attach` during backward."""
+        self.encode(position, _gradient_of(self.flat_params[position]), scale)
+
+    def encode(self, position: int, grad: Tensor | None, scale: float) -> None:
+        """Apply the local rule to one parameter, and give the lane all buckets that are complete by now."""
+        if grad is not None:
+            for frame in self._frames_of[position]:
+                self._presence[frame.bucket.index] |= 1 << (position - frame.bucket.slots[0])
+        with self._meter.encode:
+            if self._local(position, grad, self._group_of(position), scale):
+                self._flags_sent |= packet.NONFINITE
+        self._encoded[position] = True
+        for frame in self._frames_of[position]:
+            self._missing[frame.bucket.index] -= 1
+        # In order, whatever the order of the gradients: ranks must start the same exchange at the same time.
+        while self._submitted < len(self._missing) and not self._missing[self._submitted]:
+            self._submit(self.mail.frames[self._submitted])
+            self._submitted += 1
+
+    def _submit(self, frame: Frame) -> None:
+        self._seal(frame)
+        self.mail.write_presence(frame, self._presence[frame.bucket.index])
+        self._lane.submit(functools.partial(self._run_exchange, frame, self._flags_sent))
+
+    def _run_exchange(self, frame: Frame, flags: int) -> None:
+        self._flags_seen |= self._exchange.run(frame, self.step_number, flags, self._merge_all)
+
+    def _merge_all(self, frame: Frame, shard: int) -> None:
+        self._merge(frame, shard)
+        self._kernels.vote_bit(
+            frame.received,
+            frame.up_presence,
+            None,
+            first_word=0,
+            words=frame.presence_words,
+            answer=frame.answers[shard],
+            answer_byte=frame.down_presence,
+            key=0,
+            signal=None,
+        )
+
+    def _wait(self) -> int:
+        with self._meter.exposed_wait:
+            self._lane.wait()
+        return self._flags_seen
+
+    def _exchange_again(self) -> int:
+        """A second exchange in the same step, from the state as it is and with the same presence; the flags seen."""
+        self._begin_exchange()
+        with self._meter.encode:
+            for position in range(len(self.flat_params)):
+                self._local(position, None, self._group_of(position), 1.0)
+        for frame in self.mail.frames:
+            self._submit(frame)
+        return self._wait()
+
+    def _apply_all(self) -> None:
+        present = [self.mail.read_presence(frame) for frame in self.mail.frames]
+        for position, p in enumerate(self.flat_params):
+            if not self._frames_of[position]:
+                continue
+            bucket = self._frames_of[position][0].bucket
+            if not present[bucket.index] >> (position - bucket.slots[0]) & 1:
+                continue
+            dense = p if is_dense(p) else p.contiguous()
+            master = self.state[p].get("master")
+            if master is None:
+                self._apply(position, dense, None, self._group_of(position))
+            else:
+                self._apply(position, master, dense, self._group_of(position))
+            if dense is not p:
+                p.copy_(dense)
+
+    def metrics(self) -> Metrics:
+        """What the run has cost so far, on this rank."""
+        return self._meter.read(self._mean_abs_vote())
+
+
+def _gradient_of(p: Tensor) -> Tensor | None:
+    """The gradient in the memory order of its parameter; a copy only where the two differ.
+
+    Raises:
+        TypeError: for gradients that cannot be encoded.
+    """
+    grad = p.grad
+    if grad is None:
+        return None
+    if grad.layout != torch.strided:
+        raise TypeError(
+            f"a gradient with layout {grad.layout} for a parameter of shape {tuple(p.shape)}: thinwire needs dense "
+            "gradients, for nn.Embedding that is sparse=False (rows without a gradient cost one bit and do not move)"
+        )
+    if grad.dtype not in _DTYPES:
+        raise TypeError(f"a gradient of {grad.dtype}: expected float32, bfloat16 or float16")
+    if not is_dense(p):
+        return grad.contiguous()
+    if grad.stride() == p.stride() or (grad.is_contiguous() and p.is_contiguous()):
+        return grad
+    return torch.empty_like(p, dtype=grad.dtype).copy_(grad)

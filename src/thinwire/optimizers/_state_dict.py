@@ -1,0 +1,100 @@
+"""Checkpoints through torch's own `state_dict` and `load_state_dict`, without their casts.
+
+torch casts every loaded state tensor to its parameter's dtype, which would round the fp32 state of bf16 parameters and
+break packed words. Its public hooks let us take the tensors out before that happens and copy them, unchanged, into the
+state that exists since construction. A rank has a state of its own and saves its own.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from thinwire.optimizers._base import WireOptimizer
+
+_CLASS, _WORLD_SIZE, _RANK = "wire_class", "wire_world_size", "wire_rank"
+
+
+def install(optimizer: WireOptimizer) -> None:
+    """Register the hooks."""
+    optimizer.register_state_dict_post_hook(_label)
+    optimizer.register_load_state_dict_pre_hook(_take_out)
+    optimizer.register_load_state_dict_post_hook(_copy_in)
+
+
+def _label(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    # In the groups, because tools that re-assemble state dicts (DCP, Accelerate) keep nothing but groups and state.
+    for group in state_dict["param_groups"]:
+        group[_CLASS] = type(optimizer).__name__
+        group[_WORLD_SIZE] = optimizer.peers.size  # type: ignore[attr-defined]
+        group[_RANK] = optimizer.peers.rank  # type: ignore[attr-defined]
+
+
+def _take_out(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    # Everything is checked here, before torch or we change anything.
+    groups = [dict(group) for group in state_dict["param_groups"]]
+    for group in groups:
+        _check_label(optimizer, group)
+    saved_ids = [saved for group in groups for saved in group["params"]]
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    if len(saved_ids) != len(params):
+        raise ValueError(f"the state dict has {len(saved_ids)} parameters, this optimizer has {len(params)}")
+    copies: list[tuple[Tensor, Tensor]] = []
+    steps: set[int] = set()
+    for i, (saved_id, p) in enumerate(zip(saved_ids, params, strict=True)):
+        saved, own = state_dict["state"].get(saved_id, {}), optimizer.state.get(p, {})
+        if saved.keys() != own.keys():
+            raise ValueError(
+                f"parameter {i}: the state dict has {sorted(saved)}, this optimizer keeps {sorted(own)}; was it "
+                "frozen, or of another dtype, when the state was saved?"
+            )
+        for name, value in own.items():
+            loaded = torch.as_tensor(saved[name])
+            if loaded.shape != value.shape or loaded.dtype != value.dtype:
+                raise ValueError(
+                    f"parameter {i}: {name!r} is {tuple(loaded.shape)} of {loaded.dtype} in the state dict, this "
+                    f"optimizer needs {tuple(value.shape)} of {value.dtype}"
+                )
+            if name == "step":
+                steps.add(int(loaded))
+            copies.append((value, loaded))
+    if len(steps) > 1:
+        raise ValueError(f"the state dict mixes steps {sorted(steps)}: all parameters must come from one checkpoint")
+    optimizer._loading = (dict(optimizer.state), copies)  # type: ignore[attr-defined]
+    return {"state": {}, "param_groups": groups}
+
+
+def _check_label(optimizer: Optimizer, group: dict[str, Any]) -> None:
+    name, size, rank = group.pop(_CLASS, None), group.pop(_WORLD_SIZE, None), group.pop(_RANK, None)
+    own = type(optimizer).__name__
+    peers = optimizer.peers  # type: ignore[attr-defined]
+    if name != own:
+        raise ValueError(f"the state dict is of {name or 'another optimizer'}, this is {own}")
+    if size != peers.size:
+        raise ValueError(
+            f"the state dict is of {size} ranks, this run has {peers.size}: each rank has a state of its own, so resume "
+            "with as many ranks as were saved"
+        )
+    if rank != peers.rank:
+        warnings.warn(
+            f"the state of rank {rank} is loaded on rank {peers.rank}: training goes on, but not as if it had never "
+            "stopped. Save and load one state dict a rank.",
+            RuntimeWarning,
+            stacklevel=5,
+        )
+
+
+def _copy_in(optimizer: Optimizer) -> None:
+    state, copies = optimizer._loading  # type: ignore[attr-defined]
+    del optimizer._loading  # type: ignore[attr-defined]
+    with torch.no_grad():
+        for own, loaded in copies:
+            own.copy_(loaded)
+    optimizer.state.clear()
+    optimizer.state.update(state)
+    optimizer.begin_step()  # type: ignore[attr-defined]

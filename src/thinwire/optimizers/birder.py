@@ -1,0 +1,202 @@
+"""Birder: one bit a parameter both ways, without warm-up, scales or error memory.
+
+Hanyang Peng, Shuang Qin, Yue Yu, Jin Wang, Hui Wang, Ge Li: "Birder: Communication-Efficient 1-bit Adaptive Optimizer
+for Practical Distributed DNN Training". NeurIPS 2023.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from thinwire.codecs.stochastic_sign import Downlink, StochasticSign
+from thinwire.kernels import rng
+from thinwire.optimizers._base import WireOptimizer
+from thinwire.wire import packet
+from thinwire.wire.buckets import Layout
+from thinwire.wire.mail import Frame, Payload
+
+
+class Birder(WireOptimizer):
+    r"""Birder (Peng et al., NeurIPS 2023): a 1-bit adaptive optimizer for data-parallel training.
+
+    Worker i, from its own gradient g, with one β for both averages::
+
+        m ← β m + (1-β) g        b ← β b + (1-β) |g|        u = m / (b + ε)
+
+    The two averages share β and their start, so |m| ≤ b: u is in [-1, 1] and needs neither a scale nor bias correction.
+    It travels as one bit, `+1` with probability (1+u)/2. The owner of a shard averages the bits, ū = mean Q(u_i), and
+    answers with one bit again, and everybody moves by it::
+
+        x ← (1 - lr·λ) x - lr · Q(ū)
+
+    Example::
+
+        model = DDP(net)
+        opt = thinwire.Birder(model.parameters(), lr=1e-3, weight_decay=0.1)
+        thinwire.attach(model, opt)
+        ...
+        loss.backward(); opt.step(); opt.zero_grad()
+
+    Args:
+        params: parameters or groups of them, as in torch.optim. Groups may have their own `lr`, `beta`,
+            `weight_decay` and `maximize`.
+        lr: step size; every living coordinate moves by just this much at every step.
+        beta: decay of both averages, in [0, 1). Smaller than AdamW's: b sees the noise of one worker, not of the mean.
+        eps: averages b at or below it count as no gradient: such a coordinate comes to rest.
+        weight_decay: decoupled decay λ, as in AdamW.
+        amsgrad: let b never fall (the paper's proof has it, its experiments do not).
+        maximize: ascend instead of descend.
+        downlink: what owners answer. "bit": one re-sampled bit, as in the paper. "votes": the count of votes, which
+            removes the second sampling's noise for ceil(log2(n+1)) bits down instead of one.
+        seed: of the sampling; the same on all ranks.
+        process_group: the ranks that train together; the default group if None.
+        bucket_mb: size of an exchange, in megabytes of fp32 gradient. Results do not depend on it.
+        state_dtype: of m and b. torch.bfloat16 halves the memory and the traffic of the local step.
+
+    When not to use it:
+        With few workers and tiny batches the answer is mostly noise: it has variance 1 - ū² a coordinate, however
+        many workers there are. Watch `metrics().mean_abs_vote`; near 0.8/√n workers only toss coins, and a smaller
+        `beta`, a larger batch or `downlink="votes"` help. Where a dense all-reduce costs nothing (one machine, or
+        100 Gbit/s and a small model), AdamW is simpler.
+
+    Gradient clipping:
+        Under `attach` gradients are on their way before `clip_grad_norm_` sees them, so it does nothing. A step is
+        bounded by `lr` a coordinate anyway.
+
+    Differences from the paper:
+        * ε stands in the comparison, and a coordinate whose b is at most ε on all workers neither moves nor decays;
+          in the paper it would walk at random. The paper's bits carry no zero: docs/protocol.md tells how ours do.
+          A coordinate that wakes up again moves from the step after its first gradient.
+        * The division m/b is never carried out: `+1` is sent when m > r (b + ε), r uniform on [-1, 1).
+        * The owner draws one worker's bit at random instead of sampling Q(ū): the same distribution, fewer operations.
+        * Decoupled weight decay, `downlink="votes"`, `state_dtype` and fp32 masters of bf16 and fp16 parameters are
+          ours.
+        * A parameter whose `grad` is None on all workers is left alone in that step, as in torch.optim.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        beta: float = 0.8,
+        eps: float = 1e-12,
+        weight_decay: float = 0.01,
+        *,
+        amsgrad: bool = False,
+        maximize: bool = False,
+        downlink: Downlink = "bit",
+        seed: int = 0,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_mb: float = 8.0,
+        state_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        if downlink not in get_args(Downlink):
+            raise ValueError(f"downlink={downlink!r}: expected 'bit' or 'votes'")
+        if state_dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"state_dtype={state_dtype!r}: expected torch.float32 or torch.bfloat16")
+        if not 0 <= eps < math.inf:
+            raise ValueError(f"eps={eps!r}: expected a number >= 0")
+        self._eps = eps
+        self._amsgrad = amsgrad
+        self._downlink: Downlink = downlink
+        self._state_dtype = state_dtype
+        self._last_vote = math.nan
+        defaults = {"lr": lr, "beta": beta, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, defaults, seed=seed, process_group=process_group, bucket_mb=bucket_mb)
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        if not 0 <= float(group["lr"]) < math.inf:
+            raise ValueError(f"lr={group['lr']!r}: expected a number >= 0")
+        if not 0 <= group["beta"] < 1:
+            raise ValueError(f"beta={group['beta']!r}: expected a number in [0, 1)")
+        if not 0 <= group["weight_decay"] < math.inf:
+            raise ValueError(f"weight_decay={group['weight_decay']!r}: expected a number >= 0")
+        for name, value in (("eps", self._eps), ("amsgrad", self._amsgrad)):
+            if group.get(name, value) != value:
+                raise ValueError(f"{name}={group[name]!r} in a parameter group: it is the same for all groups, {value!r}")
+
+    def _settings(self) -> dict[str, Any]:
+        return {
+            "eps": self._eps,
+            "amsgrad": self._amsgrad,
+            "downlink": self._downlink,
+            "state_dtype": str(self._state_dtype),
+        }
+
+    def _declare(self, layout: Layout) -> tuple[Payload, dict[str, Tensor]]:
+        self._m = torch.zeros(layout.size, dtype=self._state_dtype)
+        self._b = torch.zeros(layout.size, dtype=self._state_dtype)
+        self._codec = StochasticSign(layout, self._downlink, self._kernels)
+        return self._codec.payload, {"m": self._m, "b": self._b, "alive": self._codec.alive}
+
+    def begin_step(self) -> None:
+        """See `WireOptimizer.begin_step`; draws this step's keys."""
+        super().begin_step()
+        self._codec.forget_votes()
+        self._worker_key = rng.worker_key(self._seed, self.step_number, self.peers.rank)
+        self._owner_key = rng.owner_key(self._seed, self.step_number)
+
+    def _first_flags(self) -> int:
+        return packet.GREETING if self.step_number == 1 else 0
+
+    def _local(self, position: int, grad: Tensor | None, group: dict[str, Any], scale: float) -> bool:
+        return self._kernels.birder_encode(
+            self.mail.up_runs[position],
+            grad,
+            self._m,
+            self._b,
+            self._codec.alive,
+            self.mail.sent,
+            beta=group["beta"],
+            eps=self._eps,
+            scale=-scale if group["maximize"] else scale,
+            amsgrad=self._amsgrad,
+            key=self._worker_key,
+        )
+
+    def _seal(self, frame: Frame) -> None:
+        # With amsgrad b never falls, and a coordinate has come to rest when nothing is left of m.
+        self._codec.call_roll(frame, self._m if self._amsgrad else self._b, self.step_number, self._eps)
+
+    def _merge(self, frame: Frame, shard: int) -> None:
+        self._codec.merge(frame, shard, self._owner_key)
+
+    def _settle(self, flags: int) -> int:
+        if self.step_number > 1:
+            return flags
+        self._hear_everybody()  # the greeting: nobody was alive, so all bits were hellos
+        if flags & packet.NONFINITE:
+            return flags
+        self._flags_sent &= ~packet.GREETING
+        return self._exchange_again()
+
+    def _apply(self, position: int, x: Tensor, low: Tensor | None, group: dict[str, Any]) -> None:
+        lr = float(group["lr"])
+        self._kernels.birder_apply(
+            self.mail.down_runs[position],
+            x,
+            low,
+            self._codec.alive,
+            self.mail.answers,
+            planes=self._codec.planes,
+            workers=self._codec.workers,
+            lr=lr,
+            decay=1.0 - lr * group["weight_decay"],
+        )
+
+    def _conclude(self) -> None:
+        self._hear_everybody()
+        self._last_vote = self._codec.mean_abs_vote()
+
+    def _hear_everybody(self) -> None:
+        for frame in self.mail.frames:
+            self._codec.adopt(frame, self.step_number)
+
+    def _mean_abs_vote(self) -> float:
+        return self._last_vote

@@ -1,0 +1,133 @@
+"""The flat space: where every parameter lies, and how the space is cut into buckets and shards.
+
+The layout depends on shapes, their order and the world size only, so every rank computes the same one, and unlike DDP's
+buckets it never changes. Parameters stand in reverse order, because backward finishes the last one first.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+WORD = 64
+"""Elements to a word of bits, and the alignment of every parameter."""
+
+MAX_ELEMENTS = 1 << 36
+"""Beyond this the counters of the owners' random numbers would need more than 32 bits."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One parameter's place: its number among the parameters, its first element, and how many there are."""
+
+    index: int
+    start: int
+    numel: int
+
+    @property
+    def stop(self) -> int:
+        """Where the next parameter may start."""
+        return self.start + -(-self.numel // WORD) * WORD
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A stretch of the flat space that is exchanged at once, in words; `shards` shards of `shard_words` words."""
+
+    index: int
+    first_word: int
+    shard_words: int
+    shards: int
+    slots: range
+    """Positions, in flat order, of the parameters that reach into it."""
+
+    @property
+    def start(self) -> int:
+        """Its first element."""
+        return self.first_word * WORD
+
+    @property
+    def stop(self) -> int:
+        """The element after its last."""
+        return self.start + self.shards * self.shard_words * WORD
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a parameter that lies within one shard of one bucket, in elements of the flat space."""
+
+    bucket: int
+    shard: int
+    start: int
+    stop: int
+
+
+class Layout:
+    """The flat space of some parameters for `world_size` workers.
+
+    Args:
+        numels: the size of each parameter, in the optimizer's order.
+        world_size: how many shards a bucket is cut into.
+        bucket_elements: the size of a bucket; rounded up so that shards are whole words.
+    """
+
+    def __init__(self, numels: Sequence[int], world_size: int, bucket_elements: int) -> None:
+        self.world_size = world_size
+        self.slots: list[Slot] = []
+        start = 0
+        for index in reversed(range(len(numels))):
+            slot = Slot(index, start, numels[index])
+            self.slots.append(slot)
+            start = slot.stop
+        if start > MAX_ELEMENTS:
+            raise ValueError(f"{start} elements: thinwire's random numbers serve at most {MAX_ELEMENTS} parameters a model")
+        self.buckets = self._cut(start // WORD, max(1, -(-bucket_elements // (WORD * world_size))))
+        self.size = self.buckets[-1].stop if self.buckets else 0
+        self.fingerprint = zlib.crc32(repr((list(numels), world_size, bucket_elements)).encode())
+
+    def _cut(self, words: int, shard_words: int) -> list[Bucket]:
+        buckets: list[Bucket] = []
+        first = 0
+        while first < words:
+            left = -(-(words - first) // self.world_size)
+            length = min(shard_words, left)
+            stop = first + length * self.world_size
+            inside = [
+                position
+                for position, slot in enumerate(self.slots)
+                if slot.start < stop * WORD and slot.stop > first * WORD
+            ]
+            slots = range(inside[0], inside[-1] + 1)
+            buckets.append(Bucket(len(buckets), first, length, self.world_size, slots))
+            first = stop
+        return buckets
+
+    def pieces(self, slot: Slot) -> Iterator[Piece]:
+        """The pieces of a parameter, in order; together they cover it exactly once."""
+        for bucket in self.buckets:
+            if bucket.stop <= slot.start or bucket.start >= slot.start + slot.numel:
+                continue
+            for shard in range(bucket.shards):
+                first = bucket.start + shard * bucket.shard_words * WORD
+                start = max(first, slot.start)
+                stop = min(first + bucket.shard_words * WORD, slot.start + slot.numel)
+                if start < stop:
+                    yield Piece(bucket.index, shard, start, stop)
+
+    def view(self, flat: Tensor, slot: Slot, like: Tensor) -> Tensor:
+        """The part of a flat tensor that belongs to a parameter, in the shape and memory order of `like`."""
+        stride = like.stride() if is_dense(like) else torch.empty(like.shape, device="meta").stride()
+        return flat.as_strided(like.shape, stride, flat.storage_offset() + slot.start)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the tensor fills its memory without holes, so that a kernel may walk it from the first address on."""
+    if tensor.is_contiguous():
+        return True
+    return (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)) or (
+        tensor.dim() == 5 and tensor.is_contiguous(memory_format=torch.channels_last_3d)
+    )

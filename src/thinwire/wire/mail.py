@@ -1,0 +1,117 @@
+"""The packets of all buckets: one allocation for what is sent and one for the answers, made once.
+
+A packet is a header, the codec's words, and one presence bit a parameter of the bucket. Kernels reach the bits of a
+parameter through *runs* (see `thinwire.kernels.reference`), so a parameter costs one call however many packets it spans.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from thinwire.wire.buckets import WORD, Bucket, Layout, Slot
+from thinwire.wire.packet import HEADER_BYTES
+
+WORD_BYTES = WORD // 8
+
+
+@dataclass(frozen=True)
+class Payload:
+    """How many words a codec puts into a packet for a shard of some length, and how far apart its planes of bits are."""
+
+    up_words: Callable[[int], int]
+    down_words: Callable[[int], int]
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Where one bucket's packets lie: `(ranks, bytes)` views of the buffers, and offsets within a packet."""
+
+    bucket: Bucket
+    sent: Tensor
+    answers: Tensor
+    received: Tensor
+    sent_at: int
+    """The byte of `Mail.sent` at which this bucket's packets begin."""
+    answers_at: int
+    up_presence: int
+    """The byte within an up packet at which the presence bits begin."""
+    down_presence: int
+    presence_words: int
+
+
+class Mail:
+    """Buffers and addresses for the packets of a layout."""
+
+    def __init__(self, layout: Layout, payload: Payload, alone: bool) -> None:
+        self.layout = layout
+        geometry: list[tuple[Bucket, int, int, int]] = []
+        for bucket in layout.buckets:
+            presence = -(-len(bucket.slots) // WORD)
+            up = HEADER_BYTES + WORD_BYTES * (payload.up_words(bucket.shard_words) + presence)
+            down = HEADER_BYTES + WORD_BYTES * (payload.down_words(bucket.shard_words) + presence)
+            geometry.append((bucket, up, down, presence))
+        n = layout.world_size
+        self.sent = torch.zeros(n * sum(up for _, up, _, _ in geometry), dtype=torch.uint8)
+        self.answers = torch.zeros(n * sum(down for _, _, down, _ in geometry), dtype=torch.uint8)
+        # The lane handles one bucket at a time, so all of them are received in the same place. A worker without
+        # peers reads what it has "sent".
+        room = 0 if alone else n * max((up for _, up, _, _ in geometry), default=0)
+        self._received = torch.zeros(room, dtype=torch.uint8)
+        self.sent_memory = _memory(self.sent)
+        self.answers_memory = _memory(self.answers)
+        self.received_memory = self.sent_memory if alone else _memory(self._received)
+        self.frames: list[Frame] = []
+        sent_at = answers_at = 0
+        for bucket, up, down, presence in geometry:
+            sent = self.sent[sent_at : sent_at + n * up].view(n, up)
+            frame = Frame(
+                bucket=bucket,
+                sent=sent,
+                answers=self.answers[answers_at : answers_at + n * down].view(n, down),
+                received=sent if alone else self._received[: n * up].view(n, up),
+                sent_at=sent_at,
+                answers_at=answers_at,
+                up_presence=up - WORD_BYTES * presence,
+                down_presence=down - WORD_BYTES * presence,
+                presence_words=presence,
+            )
+            self.frames.append(frame)
+            sent_at += n * up
+            answers_at += n * down
+        self.up_runs = [self._runs(slot, up=True) for slot in layout.slots]
+        self.down_runs = [self._runs(slot, up=False) for slot in layout.slots]
+
+    def _runs(self, slot: Slot, *, up: bool) -> Tensor:
+        rows: list[tuple[int, int, int, int, int]] = []
+        for piece in self.layout.pieces(slot):
+            frame = self.frames[piece.bucket]
+            bucket = frame.bucket
+            base, packets = (frame.sent_at, frame.sent) if up else (frame.answers_at, frame.answers)
+            shard_start = bucket.start + piece.shard * bucket.shard_words * WORD
+            byte = base + piece.shard * packets.shape[1] + HEADER_BYTES + (piece.start - shard_start) // 8
+            count = piece.stop - piece.start
+            rows.append((piece.start, piece.start - slot.start, count, byte, WORD_BYTES * bucket.shard_words))
+        return torch.tensor(rows, dtype=torch.int64).view(-1, 5)
+
+    def write_presence(self, frame: Frame, bits: int) -> None:
+        """Put the presence bits of a bucket into all its packets."""
+        data = bits.to_bytes(WORD_BYTES * frame.presence_words, "little")
+        size = frame.sent.shape[1]
+        for row in range(frame.sent.shape[0]):
+            at = frame.sent_at + row * size + frame.up_presence
+            self.sent_memory[at : at + len(data)] = data
+
+    def read_presence(self, frame: Frame) -> int:
+        """Which parameters of a bucket have a gradient on some worker; every owner's answer says the same."""
+        at = frame.answers_at + frame.down_presence
+        return int.from_bytes(self.answers_memory[at : at + WORD_BYTES * frame.presence_words], "little")
+
+
+def _memory(tensor: Tensor) -> memoryview:
+    # tensor.numpy() would need NumPy, which torch does not. The view does not own the memory: `Mail` keeps the tensor.
+    return memoryview((ctypes.c_ubyte * tensor.numel()).from_address(tensor.data_ptr())).cast("B")
