@@ -6,8 +6,7 @@ that computed it and while it is warm in the cache, and its lane exchanges the b
 the local gradient.
 """
 
-from __future__ import annotations
-
+# No `from __future__ import annotations` here: DDP inspects the annotations of its hook and wants types, not strings.
 from collections.abc import Callable
 from typing import Any, NoReturn
 

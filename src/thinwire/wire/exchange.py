@@ -136,7 +136,8 @@ class Exchange:
         )
         if self._group is not None:
             with self._meter.wire:
-                _all_gather(frame.answers, frame.answers[self._peers.rank], group=self._group)
+                # Flat, because gloo takes no rows.
+                _all_gather(frame.answers.view(-1), frame.answers[self._peers.rank], group=self._group)
             self._count(frame)
         if refusal is not None:
             raise refusal
