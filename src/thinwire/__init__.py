@@ -1,5 +1,7 @@
 """Train over thin wires: optimizers for PyTorch data parallelism that send one bit a parameter instead of 32.
 
+Example::
+
     model = DDP(net)
     opt = thinwire.Birder(model.parameters(), lr=1e-3, weight_decay=0.1)
     thinwire.attach(model, opt)                    # DDP no longer averages; bits travel while backward runs

@@ -2,8 +2,8 @@
 
 DDP stays in charge of everything but the averaging of gradients: it is given a communication hook that leaves its
 buckets as they are. The optimizer encodes a parameter's gradient the moment autograd has accumulated it, on the thread
-that computed it and while it is warm in the cache, and its lane exchanges the bits while backward goes on. `.grad` stays
-the local gradient.
+that computed it and while it is warm in the cache, and its lane exchanges the bits while backward goes on. `.grad`
+stays the local gradient.
 """
 
 # No `from __future__ import annotations` here: DDP inspects the annotations of its hook and wants types, not strings.
@@ -54,8 +54,8 @@ def attach(
         )
     if not isinstance(optimizer, WireOptimizer):
         raise TypeError(
-            f"attach: optimizer is {type(optimizer).__module__}.{type(optimizer).__name__}, expected one of thinwire's, "
-            "for example thinwire.Birder"
+            f"attach: optimizer is {type(optimizer).__module__}.{type(optimizer).__name__}, expected one of "
+            "thinwire's, for example thinwire.Birder"
         )
     _refuse_what_does_not_fit(model, optimizer)
     names = {p: name for name, p in model.module.named_parameters()}
@@ -78,17 +78,18 @@ def _refuse_what_does_not_fit(model: DistributedDataParallel, optimizer: WireOpt
             "attach: the model was made with mixed_precision=, which replaces parameters during backward. Use "
             "torch.autocast, or bfloat16 parameters, of which thinwire keeps fp32 masters"
         )
-    if torch.distributed.get_process_group_ranks(model.process_group) != optimizer.peers.ranks():
+    ranks = torch.distributed.get_process_group_ranks(model.process_group)
+    if ranks != optimizer.peers.ranks():
         raise ValueError(
-            f"attach: the model's process group has ranks {torch.distributed.get_process_group_ranks(model.process_group)}, "
-            f"the optimizer's {optimizer.peers.ranks()}: give the optimizer process_group=model.process_group"
+            f"attach: the model's process group has ranks {ranks}, the optimizer's {optimizer.peers.ranks()}: "
+            "give the optimizer process_group=model.process_group"
         )
     held = set(optimizer.flat_params)
     for name, p in model.module.named_parameters():
         if p.requires_grad and p not in held:
             raise ValueError(
-                f"attach: the optimizer does not hold parameter {name!r} (or it was frozen when the optimizer was made), "
-                "and DDP would no longer average its gradient. Give it to the optimizer, or freeze it with "
+                f"attach: the optimizer does not hold parameter {name!r} (or it was frozen when the optimizer was "
+                "made), and DDP would no longer average its gradient. Give it to the optimizer, or freeze it with "
                 "requires_grad_(False)"
             )
 
@@ -102,8 +103,8 @@ def _leave_as_it_is(_: object, bucket: GradBucket) -> Future[Tensor]:
 def _refuse_join(model: DistributedDataParallel) -> None:
     def join_hook(**_: Any) -> NoReturn:
         raise RuntimeError(
-            "join() on a model attached to thinwire: ranks that have run out of data cannot vote. Give all ranks equally "
-            "many batches, for example with DistributedSampler(drop_last=True)"
+            "join() on a model attached to thinwire: ranks that have run out of data cannot vote. Give all ranks "
+            "equally many batches, for example with DistributedSampler(drop_last=True)"
         )
 
     # Both DistributedDataParallel.join() and the Join context manager come through here, before anything is sent.
@@ -152,9 +153,9 @@ class _Overlap:
                 self._optimizer.encode_early(position, self._scale())
             elif 0 < self._expected[position] < self._seen[position]:
                 raise RuntimeError(
-                    f"parameter {self._names[p]!r} got a gradient {self._seen[position]} times since the last step, but "
-                    f"{self._expected[position]} times before, and was sent already. Run all but the last backward of a "
-                    "step under no_sync(), or attach with overlap=False"
+                    f"parameter {self._names[p]!r} got a gradient {self._seen[position]} times since the last step, "
+                    f"but {self._expected[position]} times before, and was sent already. Run all but the last "
+                    "backward of a step under no_sync(), or attach with overlap=False"
                 )
 
         return ready

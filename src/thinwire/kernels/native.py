@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-NAME = "native"
 _ABI = 1
 _PATH = Path(__file__).with_name("_native.so")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -61,7 +60,9 @@ def available() -> bool:
 
 def _lib() -> ctypes.CDLL:
     if _library is None:
-        raise RuntimeError(f"native kernels were asked for, but {_PATH} does not exist: install thinwire with a C++ compiler")
+        raise RuntimeError(
+            f"native kernels were asked for, but {_PATH} does not exist: install thinwire with a C++ compiler"
+        )
     return _library
 
 
@@ -192,7 +193,15 @@ def vote_count(
 
 
 def adopt(
-    alive: Tensor, *, first_word: int, shard_words: int, answers: Tensor, byte: int, planes: int, period: int, phase: int
+    alive: Tensor,
+    *,
+    first_word: int,
+    shard_words: int,
+    answers: Tensor,
+    byte: int,
+    planes: int,
+    period: int,
+    phase: int,
 ) -> None:
     """See `reference.adopt`."""
     _lib().thinwire_adopt(

@@ -6,109 +6,36 @@ Two environment variables override the choice, for tests and for reports of trou
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import warnings
-from typing import Protocol
+from collections.abc import Callable
+from types import ModuleType
 
 import torch
-from torch import Tensor
 
 from thinwire.kernels import native, reference
 
 
-class Kernels(Protocol):
-    """What a backend offers; `thinwire.kernels.reference` documents each function."""
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+    """The operations that every backend offers; `thinwire.kernels.reference` documents each, signature included."""
 
-    @property
-    def NAME(self) -> str:  # noqa: N802 - a module's constant
-        """The backend's name."""
-        ...
+    name: str
+    birder_encode: Callable[..., bool]
+    roll_call: Callable[..., None]
+    vote_bit: Callable[..., None]
+    vote_count: Callable[..., None]
+    adopt: Callable[..., None]
+    birder_apply: Callable[..., None]
 
-    def birder_encode(
-        self,
-        runs: Tensor,
-        grad: Tensor | None,
-        m: Tensor,
-        b: Tensor,
-        alive: Tensor,
-        packets: Tensor,
-        *,
-        beta: float,
-        eps: float,
-        scale: float,
-        amsgrad: bool,
-        key: int,
-    ) -> bool: ...
 
-    def roll_call(
-        self,
-        state: Tensor,
-        *,
-        first_word: int,
-        shard_words: int,
-        shards: int,
-        period: int,
-        phase: int,
-        eps: float,
-        packets: Tensor,
-        offset: int,
-    ) -> None: ...
+def _table(name: str, module: ModuleType) -> Kernels:
+    operations = [field.name for field in dataclasses.fields(Kernels) if field.name != "name"]
+    return Kernels(name, **{operation: getattr(module, operation) for operation in operations})
 
-    def vote_bit(
-        self,
-        rows: Tensor,
-        byte: int,
-        alive: Tensor | None,
-        *,
-        first_word: int,
-        words: int,
-        answer: Tensor,
-        answer_byte: int,
-        key: int,
-        signal: Tensor | None,
-    ) -> None: ...
 
-    def vote_count(
-        self,
-        rows: Tensor,
-        byte: int,
-        alive: Tensor,
-        *,
-        first_word: int,
-        words: int,
-        planes: int,
-        answer: Tensor,
-        answer_byte: int,
-        signal: Tensor | None,
-    ) -> None: ...
-
-    def adopt(
-        self,
-        alive: Tensor,
-        *,
-        first_word: int,
-        shard_words: int,
-        answers: Tensor,
-        byte: int,
-        planes: int,
-        period: int,
-        phase: int,
-    ) -> None: ...
-
-    def birder_apply(
-        self,
-        runs: Tensor,
-        x: Tensor,
-        low: Tensor | None,
-        alive: Tensor,
-        answers: Tensor,
-        *,
-        planes: int,
-        workers: int,
-        lr: float,
-        decay: float,
-    ) -> None: ...
-
+BACKENDS = {"reference": _table("reference", reference), "native": _table("native", native)}
 
 _said_so = False
 
@@ -118,17 +45,16 @@ def backend(device: torch.device) -> Kernels:
     if device.type != "cpu":
         raise ValueError(f"parameters on device {str(device)!r}: thinwire's kernels run on 'cpu' so far")
     wanted = os.environ.get("THINWIRE_KERNELS", "")
-    if wanted not in ("", "native", "reference"):
-        raise ValueError(f"THINWIRE_KERNELS={wanted!r}: expected 'native' or 'reference'")
-    if wanted == "reference":
-        return reference
-    if not native.available() and not wanted:
+    if wanted and wanted not in BACKENDS:
+        raise ValueError(f"THINWIRE_KERNELS={wanted!r}: expected one of {', '.join(sorted(BACKENDS))}")
+    if not wanted and not native.available():
         _say_once_that_reference_runs()
-        return reference
+        wanted = "reference"
+    chosen = BACKENDS[wanted or "native"]
     isa = os.environ.get("THINWIRE_ISA")
-    if isa:
+    if isa and chosen.name == "native":
         native.use_isa(isa)
-    return native
+    return chosen
 
 
 def _say_once_that_reference_runs() -> None:

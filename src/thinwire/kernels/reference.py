@@ -2,7 +2,8 @@
 
 docs/protocol.md defines what they compute. A *run* is a row `(element, in_param, count, byte, plane_bytes)` of an int64
 table: `count` elements that start at `element` in the flat space and at `in_param` in their parameter, and whose words
-begin at `byte` of a packet buffer, further planes of bits following `plane_bytes` apart. Parameters and gradients are taken in the order of their memory, which is dense.
+begin at `byte` of a packet buffer, further planes of bits following `plane_bytes` apart. Parameters and gradients are
+taken in the order of their memory, which is dense.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from torch import Tensor
 
 from thinwire.kernels import rng
 
-NAME = "reference"
 DRAW_BITS = 24
 
 
@@ -172,7 +172,15 @@ def _add_signal(bits: Tensor, living: Tensor, signal: Tensor | None) -> None:
 
 
 def adopt(
-    alive: Tensor, *, first_word: int, shard_words: int, answers: Tensor, byte: int, planes: int, period: int, phase: int
+    alive: Tensor,
+    *,
+    first_word: int,
+    shard_words: int,
+    answers: Tensor,
+    byte: int,
+    planes: int,
+    period: int,
+    phase: int,
 ) -> None:
     """Bring `alive` up to date with a bucket's answers, a row a shard: hellos at `byte`, then the roll call's words."""
     for shard, answer in enumerate(answers):
@@ -205,7 +213,9 @@ def birder_apply(
     master = _flat(x)
     if low is not None:
         narrow = _flat(low)
-        master.copy_(torch.where(master.to(low.dtype).view(torch.int16) == narrow.view(torch.int16), master, narrow.float()))
+        master.copy_(
+            torch.where(master.to(low.dtype).view(torch.int16) == narrow.view(torch.int16), master, narrow.float())
+        )
     for element, in_param, count, byte, plane_bytes in runs.tolist():
         words = -(-count // 64)
         living = unpack(alive[element // 64 : element // 64 + words])[:count]

@@ -3,8 +3,9 @@
     gradients → bucket → local rule → codec → exchange → apply → metrics
 
 A paper is a subclass. It says what it keeps (`_declare`), what it sends (`_local`, `_seal`), how the owner of a shard
-answers (`_merge`), and what everybody does with the answer (`_apply`). When and by whom these are called is decided here
-and is the same for all: by `step()`, or, for a model given to `thinwire.attach`, as soon as backward has a gradient.
+answers (`_merge`), and what everybody does with the answer (`_apply`). When and by whom these are called is decided
+here and is the same for all: by `step()`, or, for a model given to `thinwire.attach`, as soon as backward has a
+gradient.
 """
 
 from __future__ import annotations

@@ -77,8 +77,8 @@ def _check_label(optimizer: Optimizer, group: dict[str, Any]) -> None:
         raise ValueError(f"the state dict is of {name or 'another optimizer'}, this is {own}")
     if size != peers.size:
         raise ValueError(
-            f"the state dict is of {size} ranks, this run has {peers.size}: each rank has a state of its own, so resume "
-            "with as many ranks as were saved"
+            f"the state dict is of {size} ranks, this run has {peers.size}: each rank has a state of its own, so "
+            "resume with as many ranks as were saved"
         )
     if rank != peers.rank:
         warnings.warn(

@@ -119,7 +119,9 @@ class Birder(WireOptimizer):
             raise ValueError(f"weight_decay={group['weight_decay']!r}: expected a number >= 0")
         for name, value in (("eps", self._eps), ("amsgrad", self._amsgrad)):
             if group.get(name, value) != value:
-                raise ValueError(f"{name}={group[name]!r} in a parameter group: it is the same for all groups, {value!r}")
+                raise ValueError(
+                    f"{name}={group[name]!r} in a parameter group: it is the same for all groups, {value!r}"
+                )
 
     def _settings(self) -> dict[str, Any]:
         return {

@@ -84,7 +84,9 @@ class Layout:
             self.slots.append(slot)
             start = slot.stop
         if start > MAX_ELEMENTS:
-            raise ValueError(f"{start} elements: thinwire's random numbers serve at most {MAX_ELEMENTS} parameters a model")
+            raise ValueError(
+                f"{start} elements: thinwire's random numbers serve at most {MAX_ELEMENTS} parameters a model"
+            )
         self.buckets = self._cut(start // WORD, max(1, -(-bucket_elements // (WORD * world_size))))
         self.size = self.buckets[-1].stop if self.buckets else 0
         self.fingerprint = zlib.crc32(repr((list(numels), world_size, bucket_elements)).encode())

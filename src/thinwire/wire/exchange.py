@@ -62,13 +62,15 @@ class Peers:
         """A group of the same ranks that nobody else uses, so that a thread's collectives cannot mix with others."""
         if self.group is None or self.size == 1:
             return None
-        return dist.new_group(
+        group = dist.new_group(
             dist.get_process_group_ranks(self.group),
             timeout=_timeout_of(self.group),
             backend=dist.get_backend(self.group),
             use_local_synchronization=True,
             group_desc="thinwire",
         )
+        assert isinstance(group, dist.ProcessGroup), "this rank is a member of it"
+        return group
 
 
 def _refuse_forgotten_group() -> None:

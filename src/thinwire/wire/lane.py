@@ -63,5 +63,5 @@ def _run(job: Job, failures: list[BaseException]) -> None:
         return
     try:
         job()
-    except BaseException as failure:  # noqa: BLE001 - raised again, on the thread that waits
+    except BaseException as failure:  # raised again, on the thread that waits
         failures.append(failure)

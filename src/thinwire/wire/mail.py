@@ -1,7 +1,8 @@
 """The packets of all buckets: one allocation for what is sent and one for the answers, made once.
 
 A packet is a header, the codec's words, and one presence bit a parameter of the bucket. Kernels reach the bits of a
-parameter through *runs* (see `thinwire.kernels.reference`), so a parameter costs one call however many packets it spans.
+parameter through *runs* (see `thinwire.kernels.reference`), so a parameter costs one call, however many packets it
+spans.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ WORD_BYTES = WORD // 8
 
 @dataclass(frozen=True)
 class Payload:
-    """How many words a codec puts into a packet for a shard of some length, and how far apart its planes of bits are."""
+    """How many words a codec puts into a packet for a shard of so many words."""
 
     up_words: Callable[[int], int]
     down_words: Callable[[int], int]
