@@ -31,7 +31,7 @@ from thinwire.wire import packet
 from thinwire.wire.buckets import WORD, Layout, is_dense
 from thinwire.wire.exchange import Exchange, Peers
 from thinwire.wire.lane import Lane
-from thinwire.wire.mail import Frame, Mail, Payload
+from thinwire.wire.mail import Frame, Mail, Part, Payload
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 _DTYPES = (torch.float32, *_LOW_PRECISION)
@@ -94,8 +94,8 @@ class WireOptimizer(Optimizer, abc.ABC):
         """
 
     @abc.abstractmethod
-    def _local(self, position: int, grad: Tensor | None, group: dict[str, Any], scale: float) -> bool:
-        """The local rule for the parameter at `position` of the flat order, with its gradient times `scale`.
+    def _local(self, part: Part, grad: Tensor | None, group: dict[str, Any], scale: float) -> bool:
+        """The local rule for a part of a parameter, given the parameter's gradient times `scale`.
 
         Writes its bits into the packets; returns whether the gradient was not finite. Without a gradient the bits are
         those of the state as it is.
@@ -110,8 +110,8 @@ class WireOptimizer(Optimizer, abc.ABC):
         """As the owner of `shard`, turn the packets received into an answer. Runs on the lane."""
 
     @abc.abstractmethod
-    def _apply(self, position: int, x: Tensor, low: Tensor | None, group: dict[str, Any]) -> None:
-        """Move one parameter by the answer. `x` is fp32 and dense; `low` is the parameter when `x` is its master."""
+    def _apply(self, part: Part, x: Tensor, low: Tensor | None, group: dict[str, Any]) -> None:
+        """Move a part of a parameter by the answer. `x` is fp32, dense; if it is a master, `low` is the parameter."""
 
     def _first_flags(self) -> int:
         """The flags with which this step's packets start out."""
@@ -161,10 +161,6 @@ class WireOptimizer(Optimizer, abc.ABC):
         self._group_index = [owned[slot.index][1] for slot in layout.slots]
         payload, flat_state = self._declare(layout)
         self._mail = Mail(layout, payload, alone=self.peers.size == 1)
-        self._frames_of = [
-            [frame for frame in self._mail.frames if position in frame.bucket.slots]
-            for position in range(len(layout.slots))
-        ]
         self.state.clear()
         for p, slot in zip(self.flat_params, layout.slots, strict=True):
             state: dict[str, Tensor] = {"step": self._step_count}
@@ -234,7 +230,7 @@ class WireOptimizer(Optimizer, abc.ABC):
         self._begin_exchange()
 
     def _begin_exchange(self) -> None:
-        self._missing = [len(frame.bucket.slots) for frame in self.mail.frames]
+        self._missing = list(self.mail.parts_in)
         self._submitted = 0
         self._flags_seen = 0
 
@@ -278,19 +274,20 @@ class WireOptimizer(Optimizer, abc.ABC):
 
     def encode(self, position: int, grad: Tensor | None, scale: float) -> None:
         """Apply the local rule to one parameter, and give the lane all buckets that are complete by now."""
-        if grad is not None:
-            for frame in self._frames_of[position]:
-                self._presence[frame.bucket.index] |= 1 << (position - frame.bucket.slots[0])
-        with self._meter.encode:
-            if self._local(position, grad, self._group_of(position), scale):
-                self._flags_sent |= packet.NONFINITE
         self._encoded[position] = True
-        for frame in self._frames_of[position]:
-            self._missing[frame.bucket.index] -= 1
-        # In order, whatever the order of the gradients: ranks must start the same exchange at the same time.
-        while self._submitted < len(self._missing) and not self._missing[self._submitted]:
-            self._submit(self.mail.frames[self._submitted])
-            self._submitted += 1
+        group = self._group_of(position)
+        for part in self.mail.parts[position]:
+            bucket = part.frame.bucket.index
+            if grad is not None:
+                self._presence[bucket] |= part.presence
+            with self._meter.encode:
+                if self._local(part, grad, group, scale):
+                    self._flags_sent |= packet.NONFINITE
+            self._missing[bucket] -= 1
+            # In order, whatever the order of the gradients: ranks must start the same exchange at the same time.
+            while self._submitted < len(self._missing) and not self._missing[self._submitted]:
+                self._submit(self.mail.frames[self._submitted])
+                self._submitted += 1
 
     def _submit(self, frame: Frame) -> None:
         self._seal(frame)
@@ -322,27 +319,21 @@ class WireOptimizer(Optimizer, abc.ABC):
     def _exchange_again(self) -> int:
         """A second exchange in the same step, from the state as it is and with the same presence; the flags seen."""
         self._begin_exchange()
-        with self._meter.encode:
-            for position in range(len(self.flat_params)):
-                self._local(position, None, self._group_of(position), 1.0)
-        for frame in self.mail.frames:
-            self._submit(frame)
+        for position in range(len(self.flat_params)):
+            self.encode(position, None, 1.0)
         return self._wait()
 
     def _apply_all(self) -> None:
         present = [self.mail.read_presence(frame) for frame in self.mail.frames]
         for position, p in enumerate(self.flat_params):
-            if not self._frames_of[position]:
-                continue
-            bucket = self._frames_of[position][0].bucket
-            if not present[bucket.index] >> (position - bucket.slots[0]) & 1:
+            parts = self.mail.parts[position]
+            if not parts or not present[parts[0].frame.bucket.index] & parts[0].presence:
                 continue
             dense = p if is_dense(p) else p.contiguous()
             master = self.state[p].get("master")
-            if master is None:
-                self._apply(position, dense, None, self._group_of(position))
-            else:
-                self._apply(position, master, dense, self._group_of(position))
+            x, low = (dense, None) if master is None else (master, dense)
+            for part in parts:
+                self._apply(part, x, low, self._group_of(position))
             if dense is not p:
                 p.copy_(dense)
 

@@ -19,7 +19,7 @@ from thinwire.kernels import rng
 from thinwire.optimizers._base import WireOptimizer
 from thinwire.wire import packet
 from thinwire.wire.buckets import Layout
-from thinwire.wire.mail import Frame, Payload
+from thinwire.wire.mail import Frame, Part, Payload
 
 
 class Birder(WireOptimizer):
@@ -147,9 +147,9 @@ class Birder(WireOptimizer):
     def _first_flags(self) -> int:
         return packet.GREETING if self.step_number == 1 else 0
 
-    def _local(self, position: int, grad: Tensor | None, group: dict[str, Any], scale: float) -> bool:
+    def _local(self, part: Part, grad: Tensor | None, group: dict[str, Any], scale: float) -> bool:
         return self._kernels.birder_encode(
-            self.mail.up_runs[position],
+            part.up_runs,
             grad,
             self._m,
             self._b,
@@ -178,10 +178,10 @@ class Birder(WireOptimizer):
         self._flags_sent &= ~packet.GREETING
         return self._exchange_again()
 
-    def _apply(self, position: int, x: Tensor, low: Tensor | None, group: dict[str, Any]) -> None:
+    def _apply(self, part: Part, x: Tensor, low: Tensor | None, group: dict[str, Any]) -> None:
         lr = float(group["lr"])
         self._kernels.birder_apply(
-            self.mail.down_runs[position],
+            part.down_runs,
             x,
             low,
             self._codec.alive,

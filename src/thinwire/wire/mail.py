@@ -1,20 +1,21 @@
 """The packets of all buckets: one allocation for what is sent and one for the answers, made once.
 
 A packet is a header, the codec's words, and one presence bit a parameter of the bucket. Kernels reach the bits of a
-parameter through *runs* (see `thinwire.kernels.reference`), so a parameter costs one call, however many packets it
-spans.
+parameter through *runs* (see `thinwire.kernels.reference`), so that a parameter's part of a bucket costs one call,
+however many packets it spans.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from thinwire.wire.buckets import WORD, Bucket, Layout, Slot
+from thinwire.wire.buckets import WORD, Bucket, Layout, Piece, Slot
 from thinwire.wire.packet import HEADER_BYTES
 
 WORD_BYTES = WORD // 8
@@ -43,6 +44,19 @@ class Frame:
     """The byte within an up packet at which the presence bits begin."""
     down_presence: int
     presence_words: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a parameter has in one bucket."""
+
+    frame: Frame
+    up_runs: Tensor
+    """Where its bits stand in `Mail.sent`."""
+    down_runs: Tensor
+    """Where their answers stand in `Mail.answers`."""
+    presence: int
+    """Its presence bit, in place."""
 
 
 class Mail:
@@ -84,20 +98,23 @@ class Mail:
             self.frames.append(frame)
             sent_at += n * up
             answers_at += n * down
-        self.up_runs = [self._runs(slot, up=True) for slot in layout.slots]
-        self.down_runs = [self._runs(slot, up=False) for slot in layout.slots]
+        self.parts = [self._parts(position, slot) for position, slot in enumerate(layout.slots)]
+        """For every parameter, in flat order, its part of each bucket that it reaches into."""
+        self.parts_in = [0] * len(self.frames)
+        """How many parts each bucket consists of."""
+        for part in itertools.chain.from_iterable(self.parts):
+            self.parts_in[part.frame.bucket.index] += 1
 
-    def _runs(self, slot: Slot, *, up: bool) -> Tensor:
-        rows: list[tuple[int, int, int, int, int]] = []
-        for piece in self.layout.pieces(slot):
-            frame = self.frames[piece.bucket]
-            bucket = frame.bucket
-            base, packets = (frame.sent_at, frame.sent) if up else (frame.answers_at, frame.answers)
-            shard_start = bucket.start + piece.shard * bucket.shard_words * WORD
-            byte = base + piece.shard * packets.shape[1] + HEADER_BYTES + (piece.start - shard_start) // 8
-            count = piece.stop - piece.start
-            rows.append((piece.start, piece.start - slot.start, count, byte, WORD_BYTES * bucket.shard_words))
-        return torch.tensor(rows, dtype=torch.int64).view(-1, 5)
+    def _parts(self, position: int, slot: Slot) -> list[Part]:
+        parts: list[Part] = []
+        for index, pieces in itertools.groupby(self.layout.pieces(slot), key=lambda piece: piece.bucket):
+            frame = self.frames[index]
+            here = list(pieces)
+            up = [_run(slot, piece, frame, frame.sent_at, frame.sent) for piece in here]
+            down = [_run(slot, piece, frame, frame.answers_at, frame.answers) for piece in here]
+            presence = 1 << (position - frame.bucket.slots[0])
+            parts.append(Part(frame, torch.tensor(up), torch.tensor(down), presence))
+        return parts
 
     def write_presence(self, frame: Frame, bits: int) -> None:
         """Put the presence bits of a bucket into all its packets."""
@@ -111,6 +128,13 @@ class Mail:
         """Which parameters of a bucket have a gradient on some worker; every owner's answer says the same."""
         at = frame.answers_at + frame.down_presence
         return int.from_bytes(self.answers_memory[at : at + WORD_BYTES * frame.presence_words], "little")
+
+
+def _run(slot: Slot, piece: Piece, frame: Frame, base: int, packets: Tensor) -> tuple[int, int, int, int, int]:
+    bucket = frame.bucket
+    shard_start = bucket.start + piece.shard * bucket.shard_words * WORD
+    byte = base + piece.shard * packets.shape[1] + HEADER_BYTES + (piece.start - shard_start) // 8
+    return piece.start, piece.start - slot.start, piece.stop - piece.start, byte, WORD_BYTES * bucket.shard_words
 
 
 def _memory(tensor: Tensor) -> memoryview:

@@ -1,0 +1,30 @@
+"""The ``thinwire`` command line: what there is, and who does it."""
+
+from __future__ import annotations
+
+try:
+    import typer
+
+    from thinwire.cli import bench, demo
+except ModuleNotFoundError as error:
+    # torch is all the library needs; the command line asks for more, and says which extra brings it.
+    if error.name not in {"typer", "rich"}:
+        raise
+    raise SystemExit(f"the thinwire command needs {error.name!r}: pip install 'thinwire[cli]'") from None
+
+app = typer.Typer(
+    name="thinwire",
+    help="Train over thin wires: 1-bit optimizers in the place of AdamW.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+)
+
+app.command(name="demo")(demo.demo)
+app.add_typer(bench.app, name="bench")
+
+
+def main() -> None:
+    """Entry point of the ``thinwire`` script."""
+    app()

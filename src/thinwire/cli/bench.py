@@ -1,0 +1,142 @@
+"""`thinwire bench`: the figures that the README quotes, as a table for a person or JSON for a program."""
+
+from __future__ import annotations
+
+import json
+import platform
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+import thinwire
+from thinwire.cli import bench_exchange, bench_kernels
+from thinwire.cli.launch import WorkerError, run_workers
+
+app = typer.Typer(help="Measure, as ratios within one run.", no_args_is_help=True)
+
+_Json = Annotated[
+    Path | None, typer.Option("--json", help="Also write the figures as JSON, to a file or with - to standard output.")
+]
+_Repeats = Annotated[int, typer.Option(min=10, help="Rounds that count; medians are taken over them.")]
+
+
+@app.command()
+def kernels(
+    elements: Annotated[int, typer.Option(min=4096, help="Elements that every kernel runs over.")] = 25_000_000,
+    repeats: _Repeats = 11,
+    json_file: _Json = None,
+) -> None:
+    """Every kernel on one thread against a memcpy, and against torch."""
+    rows = bench_kernels.measure(elements, repeats)
+    if json_file != Path("-"):
+        table = Table(title=f"Kernels, {elements:,} elements, one thread, {bench_kernels.instruction_set()}")
+        for column in ("kernel", "ms", "bytes an element", "GB/s", "against", "its ms", "ratio", "bar"):
+            table.add_column(column, justify="left" if column in ("kernel", "against") else "right")
+        for row in rows:
+            table.add_row(
+                row.name,
+                f"{row.seconds * 1e3:.2f}",
+                f"{row.bytes_per_element:.3f}".rstrip("0").rstrip("."),
+                f"{row.bytes_per_element * elements / row.seconds / 1e9:.1f}",
+                row.baseline,
+                f"{row.baseline_seconds * 1e3:.2f}",
+                f"{row.ratio:.2f}",
+                _bar(row.ratio, row.bar, higher_is_better=True),
+            )
+        Console().print(table)
+    settings = {"elements": elements, "repeats": repeats, "isa": bench_kernels.instruction_set()}
+    _write(json_file, "kernels", settings, [asdict(row) for row in rows])
+
+
+@app.command()
+def exchange(
+    ranks: Annotated[int, typer.Option(min=2, help="Local processes.")] = 4,
+    elements: Annotated[int, typer.Option(min=4096, help="Size of the update.")] = 25_000_000,
+    repeats: _Repeats = 11,
+    batch: Annotated[int, typer.Option(min=1, help="Windows of 64 characters a rank, for the training step.")] = 8,
+    downlink: Annotated[str, typer.Option(help="bit or votes.")] = "bit",
+    bucket_mb: Annotated[float, typer.Option(help="Birder's bucket_mb.")] = 8.0,
+    json_file: _Json = None,
+) -> None:
+    """A whole update and a training step between local ranks, against all-reduce + AdamW and DDP + AdamW."""
+    plan = bench_exchange.Plan(elements, repeats, batch, downlink, bucket_mb)
+    rows: list[bench_exchange.Row] = []
+    errors = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
+        tasks: dict[str, Any] = {}
+
+        def hear(message: object) -> None:
+            if isinstance(message, bench_exchange.Row):
+                rows.append(message)
+            elif isinstance(message, bench_exchange.Turn):
+                if message.what not in tasks:
+                    tasks[message.what] = progress.add_task(message.what, total=message.of)
+                progress.update(tasks[message.what], completed=message.done)
+
+        try:
+            run_workers(bench_exchange.measure, ranks, (plan,), hear)
+        except WorkerError as error:
+            errors.print(str(error), markup=False, highlight=False)
+            raise typer.Exit(1) from None
+    if json_file != Path("-"):
+        Console().print(_exchange_table(ranks, rows))
+    _write(json_file, "exchange", {"ranks": ranks, **asdict(plan)}, [asdict(row) for row in rows])
+
+
+def _exchange_table(ranks: int, rows: list[bench_exchange.Row]) -> Table:
+    table = Table(title=f"Birder between {ranks} local ranks on loopback")
+    for column in ("what", "Birder", "against", "its", "ratio", "bar", "where Birder's time went"):
+        numeric = column in ("Birder", "its", "ratio", "bar")
+        table.add_column(column, justify="right" if numeric else "left")
+    for row in rows:
+        where = [
+            f"{name} {row.details[f'{name}_seconds'] * 1e3:.1f}"
+            for name in ("encode", "vote", "apply", "wire", "exposed_wait")
+            if f"{name}_seconds" in row.details
+        ]
+        table.add_row(
+            row.name,
+            _quantity(row.value, row.unit),
+            row.baseline,
+            _quantity(row.baseline_value, row.unit),
+            f"{row.ratio:.2f}",
+            _bar(row.ratio, row.bar, higher_is_better=row.higher_is_better),
+            ", ".join(where) + (" ms" if where else ""),
+        )
+    return table
+
+
+def _quantity(value: float, unit: str) -> str:
+    return f"{value * 1e3:.1f} ms" if unit == "s" else f"{value:.2f} {unit}"
+
+
+def _bar(ratio: float, bar: float | None, *, higher_is_better: bool) -> str:
+    if bar is None:
+        return ""
+    met = ratio >= bar if higher_is_better else ratio <= bar
+    return f"{'≥' if higher_is_better else '≤'} {bar:g} {'met' if met else 'MISSED'}"
+
+
+def _write(path: Path | None, benchmark: str, settings: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    if path is None:
+        return
+    report = {
+        "benchmark": benchmark,
+        "thinwire": thinwire.__version__,
+        "torch": torch.__version__,
+        "machine": f"{platform.machine()}, {platform.system()} {platform.release()}",
+        "settings": settings,
+        "results": rows,
+    }
+    text = json.dumps(report, indent=2)
+    if path == Path("-"):
+        print(text)
+    else:
+        path.write_text(text + "\n", encoding="utf-8")

@@ -1,0 +1,165 @@
+"""``thinwire demo``: the same small model trained twice on this machine, and what each way costs."""
+
+from __future__ import annotations
+
+import os
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from thinwire.cli import training
+from thinwire.cli.charlm import Corpus, ModelShape, load_text
+from thinwire.cli.contenders import CHALLENGERS
+from thinwire.cli.launch import WorkerError, run_workers
+from thinwire.cli.report import Comparison, print_comparison, write_json
+
+
+class Downlink(str, Enum):
+    """What a shard's owner answers: one bit, or the vote count."""
+
+    bit = "bit"
+    votes = "votes"
+
+
+_MODEL = "Model and batch"
+
+
+def _integer(minimum: int, description: str, panel: str | None = None) -> Any:
+    # typer's own `min=` does not say in every version what was given.
+    def check(value: int) -> int:
+        if value < minimum:
+            raise typer.BadParameter(f"must be at least {minimum}, got {value}")
+        return value
+
+    return typer.Option(callback=check, help=description, rich_help_panel=panel)
+
+
+def _known_optimizer(name: str) -> str:
+    if name not in CHALLENGERS:
+        raise typer.BadParameter(f"unknown optimizer {name!r}; there is: {', '.join(CHALLENGERS)}")
+    return name
+
+
+def _output(description: str) -> Any:
+    # Checked before the training, not after it.
+    def check(path: Path | None) -> Path | None:
+        if path is not None and not os.access(path.parent, os.W_OK):
+            raise typer.BadParameter(f"cannot write {str(path)!r}: there is no writable folder {str(path.parent)!r}")
+        return path
+
+    return typer.Option(callback=check, metavar="FILE", dir_okay=False, writable=True, help=description)
+
+
+def demo(
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            exists=True,
+            dir_okay=False,
+            readable=True,
+            help="UTF-8 text to train on. Without it: the help texts that come with Python.",
+        ),
+    ] = None,
+    ranks: Annotated[int, _integer(1, "Worker processes on this machine.")] = 4,
+    steps: Annotated[int, _integer(1, "Training steps of each run.")] = 500,
+    optimizer: Annotated[
+        str,
+        typer.Option(callback=_known_optimizer, help=f"What takes AdamW's place: {', '.join(CHALLENGERS)}."),
+    ] = "birder",
+    downlink: Annotated[
+        Downlink, typer.Option(help="What comes back from a vote: one bit a parameter, or the count of votes.")
+    ] = Downlink.bit,
+    seed: Annotated[int, _integer(0, "Decides the initial model, the data order and the sampling.")] = 0,
+    out: Annotated[Path, _output("Where to write the picture.")] = Path("thinwire-demo.png"),
+    json: Annotated[Path | None, _output("Write all results to this file too.")] = None,
+    layers: Annotated[int, _integer(1, "Blocks of the transformer.", _MODEL)] = 3,
+    width: Annotated[int, _integer(1, "Width, a multiple of 32.", _MODEL)] = 128,
+    context: Annotated[int, _integer(1, "Characters in a window.", _MODEL)] = 64,
+    batch: Annotated[int, _integer(1, "Windows a step and worker.", _MODEL)] = 8,
+) -> None:
+    """Train a small character transformer twice with local workers, and compare.
+
+    First DDP + AdamW, then DDP + a 1-bit optimizer: the same initial model, the same data in the same order. Everything
+    runs on this machine over loopback, so the network is no bottleneck; the bytes are what a slow one would carry.
+    """
+    # Not at the top, because every worker imports this module and none draws; not later, because it may be missing.
+    from thinwire.cli.plots import plot_losses
+
+    try:
+        shape = ModelShape(layers, width, context)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="'--width'") from None
+    text = _checked_text(data, context)
+    console = Console()
+    source = str(data) if data else "the help texts of Python"
+    console.print(f"Training on {len(text):,} characters of {source}.", highlight=False)
+
+    try:
+        with _progress(console) as progress:
+            comparison = Comparison(
+                *(
+                    _run(training.Plan(text, shape, steps, batch, seed, challenger, downlink.value), ranks, progress)
+                    for challenger in (None, optimizer)
+                )
+            )
+    except WorkerError as error:
+        typer.echo(f"thinwire demo: {error}", err=True)
+        raise typer.Exit(1) from None
+
+    print_comparison(console, comparison)
+    plot_losses(out, (comparison.baseline, comparison.challenger))
+    console.print(f"Wrote {out}", highlight=False, soft_wrap=True)
+    if json is not None:
+        write_json(json, comparison)
+        console.print(f"Wrote {json}", highlight=False, soft_wrap=True)
+
+
+def _checked_text(data: Path | None, context: int) -> str:
+    try:
+        text = load_text(data)
+        Corpus.from_text(text, context)
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(f"{str(data)!r} is not UTF-8 text: {error}", param_hint="'--data'") from None
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="'--data'") from None
+    return text
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[status]}"),
+        TimeRemainingColumn(),
+        console=console,
+        # In a file or a pipe a bar is nothing but noise.
+        disable=not console.is_terminal,
+    )
+
+
+def _run(plan: training.Plan, ranks: int, progress: Progress) -> training.Outcome:
+    """Train as planned while the bar moves; where there is no bar, say when the run is over."""
+    label = plan.contender.label
+    bar = progress.add_task(label, total=plan.steps, status=f"starting {ranks} workers")
+    outcomes: list[training.Outcome] = []
+
+    def hear(message: training.Progress | training.Outcome) -> None:
+        if isinstance(message, training.Outcome):
+            outcomes.append(message)
+        else:
+            status = f"loss {message.loss:.3f}  {message.step / message.seconds:.1f} steps/s"
+            progress.update(bar, completed=message.step, status=status)
+
+    run_workers(training.train, ranks, (plan,), hear)
+    if not outcomes:
+        raise WorkerError("the workers ended without a result")
+    if progress.disable:
+        seconds = outcomes[0].cumulative_seconds[-1]
+        progress.console.print(f"{label}: {plan.steps} steps in {seconds:.1f} s", highlight=False)
+    return outcomes[0]

@@ -1,0 +1,123 @@
+"""What the demo says at the end: a table for a person, JSON for a program."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+
+from thinwire.cli.training import Outcome
+
+LINKS = {"1 Gbit/s": 1e9, "100 Mbit/s": 1e8}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two runs of the same model on the same data."""
+
+    baseline: Outcome
+    challenger: Outcome
+
+    def predicted_step_seconds(self, outcome: Outcome, bits_per_second: float) -> float:
+        """Step time if every worker had such a link of its own, and the exchange hid behind forward and backward."""
+        # Both runs compute the same, so a difference in compute is noise: the prediction uses the mean.
+        compute = (self.baseline.seconds.compute + self.challenger.seconds.compute) / 2
+        wire = 8 * outcome.bytes_sent_per_step / bits_per_second
+        return max(compute, wire) + outcome.seconds.optimizer
+
+
+def print_comparison(console: Console, comparison: Comparison) -> None:
+    """Print the two runs side by side, then how each number came about."""
+    baseline, challenger = comparison.baseline, comparison.challenger
+    table = Table(title=f"{baseline.parameters:,} parameters, {baseline.ranks} workers, {baseline.steps} steps")
+    table.add_column()
+    for label in (baseline.label, challenger.label, "ratio"):
+        table.add_column(label, justify="right")
+
+    def add(name: str, show: Callable[[float], str], value: Callable[[Outcome], float], ratio: bool = True) -> None:
+        before, after = value(baseline), value(challenger)
+        table.add_row(name, show(before), show(after), f"{before / after:.1f}×" if ratio and after > 0 else "")
+
+    add("validation loss", "{:.3f}".format, lambda outcome: outcome.validation_loss, ratio=False)
+    table.add_section()
+    add("time a step", _milliseconds, lambda outcome: outcome.seconds.step)
+    add("  forward + backward", _milliseconds, lambda outcome: outcome.seconds.compute, ratio=False)
+    # A difference of noisy medians: what comes out below zero is zero as far as this run can tell.
+    add("  exposed exchange", _milliseconds, lambda outcome: max(0.0, outcome.seconds.exchange), ratio=False)
+    add("  optimizer", _milliseconds, lambda outcome: outcome.seconds.optimizer, ratio=False)
+    table.add_section()
+    add("sent a step and worker", _bytes, lambda outcome: outcome.bytes_sent_per_step)
+    table.add_section()
+    for link, rate in LINKS.items():
+        add(
+            f"predicted, {link}",
+            _milliseconds,
+            lambda outcome, rate=rate: comparison.predicted_step_seconds(outcome, rate),
+        )
+    console.print(table)
+    for subject, note in _notes(baseline, challenger).items():
+        console.print(f"{subject}:", highlight=False)
+        console.print(Padding(f"[dim]{note}[/dim]", (0, 0, 0, 2)), highlight=False)
+
+
+def _notes(baseline: Outcome, challenger: Outcome) -> dict[str, str]:
+    notes = {
+        "Compared": "workers on one machine, over loopback. The network is not the bottleneck here: the times show "
+        "what each exchange costs in work, and the bytes what a thin wire would have to carry.",
+        "Where the time went": "forward + backward is timed in extra passes with the exchange off (no_sync); "
+        "exposed exchange is what the exchange adds to that, in backward and in waits after it. Medians over steps, "
+        "means over workers. Validation and the extra passes are in no time shown.",
+        "Sent": f"{baseline.label}: theoretical, 2(n-1)/n × 4 bytes a parameter, a ring all-reduce of fp32 gradients. "
+        f"{challenger.label}: counted.",
+        "Predicted, not measured": "max(forward + backward, sent / link) + optimizer.",
+    }
+    if challenger.metrics is not None:
+        parts = ", ".join(
+            f"{name} {_milliseconds(challenger.metrics[f'{name}_seconds'] / challenger.steps)}"
+            for name in ("encode", "wire", "vote", "apply")
+        )
+        notes[f"Inside {challenger.label}"] = (
+            f"{parts}, a step on worker 0. wire and vote run beside backward, in a thread of their own."
+        )
+    return notes
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f} ms"
+
+
+def _bytes(count: float) -> str:
+    for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count:.0f} B"
+
+
+def write_json(path: Path, comparison: Comparison) -> None:
+    """Write everything both runs showed; what is not finite becomes null, as JSON has no NaN."""
+    runs = {
+        role: asdict(outcome)
+        | {
+            "bytes_sent_source": "theoretical" if outcome.metrics is None else "counted",
+            "predicted_step_seconds": {
+                link: comparison.predicted_step_seconds(outcome, rate) for link, rate in LINKS.items()
+            },
+        }
+        for role, outcome in (("baseline", comparison.baseline), ("challenger", comparison.challenger))
+    }
+    path.write_text(json.dumps(_finite(runs), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,236 @@
+"""One run of the demo: what every worker does, and what rank 0 reports of it."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import asdict, dataclass, field
+from itertools import accumulate
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LambdaLR
+
+import thinwire
+from thinwire.cli.charlm import CharTransformer, Corpus, ModelShape
+from thinwire.cli.contenders import CHALLENGERS, Contender, adamw
+from thinwire.cli.launch import Report
+from thinwire.optimizers._base import WireOptimizer
+
+EVALUATIONS = 12
+PROBES = 20
+# The first steps build DDP's buckets, fault memory in and fill caches; they say nothing about the rest.
+WARM_UP_STEPS = 10
+VALIDATION_WINDOWS = 512
+VALIDATION_BATCH = 32
+SECONDS_BETWEEN_REPORTS = 0.1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that decides a run. ``challenger`` is a name in ``CHALLENGERS``, or None for DDP + AdamW."""
+
+    text: str
+    shape: ModelShape
+    steps: int
+    batch: int
+    seed: int
+    challenger: str | None
+    downlink: str
+
+    @property
+    def contender(self) -> Contender:
+        """Who trains."""
+        return adamw() if self.challenger is None else CHALLENGERS[self.challenger](self.downlink, self.seed)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A sign of life from rank 0; ``seconds`` is the time spent in training steps so far."""
+
+    step: int
+    loss: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """Where the time of a step went: medians over the steps, then the mean over the workers.
+
+    ``compute`` is forward and backward without any exchange, ``optimizer`` is ``optimizer.step()`` without its waiting.
+    ``exchange`` is the rest of the step: what the exchange slows backward by, and what is waited for after it.
+    """
+
+    step: float
+    compute: float
+    exchange: float
+    optimizer: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run showed. The curves have a value a step; validation is pairs of (step, loss)."""
+
+    label: str
+    settings: dict[str, Any]
+    ranks: int
+    steps: int
+    parameters: int
+    validation_loss: float
+    bytes_sent_per_step: float
+    seconds: StepSeconds
+    training_losses: list[float]
+    cumulative_seconds: list[float]
+    cumulative_bytes: list[float]
+    validation_losses: list[tuple[int, float]]
+    metrics: dict[str, Any] | None
+
+
+@dataclass
+class _Record:
+    """What one worker saw: an entry a step, in ``compute_alone`` a probe."""
+
+    loss: list[float] = field(default_factory=list)
+    bytes_sent: list[float] = field(default_factory=list)
+    optimizer: list[float] = field(default_factory=list)
+    step: list[float] = field(default_factory=list)
+    compute_alone: list[float] = field(default_factory=list)
+
+    def typical_seconds(self) -> StepSeconds:
+        """Agree with the other workers on the typical step."""
+        ignored = min(WARM_UP_STEPS, len(self.step) // 2)
+        step, optimizer = median(self.step[ignored:]), median(self.optimizer[ignored:])
+        compute = median(self.compute_alone)
+        return StepSeconds(*_mean_over_workers([step, compute, step - compute - optimizer, optimizer]))
+
+
+def train(report: Report, plan: Plan) -> None:
+    """Train as the plan says; rank 0 reports ``Progress`` now and then, and an ``Outcome`` at the end."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    corpus = Corpus.from_text(plan.text, plan.shape.context)
+    torch.manual_seed(plan.seed)
+    model = DistributedDataParallel(CharTransformer(corpus.vocabulary_size, plan.shape))
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    optimizer = plan.contender.build(model.parameters())
+    if isinstance(optimizer, WireOptimizer):
+        thinwire.attach(model, optimizer)
+    schedule = LambdaLR(optimizer, lambda step: _learning_rate_factor(step, plan.steps))
+
+    # One stream of windows for the whole group, of which a rank takes its row: the order depends on the seed alone.
+    data_order = torch.Generator().manual_seed(plan.seed)
+    last_start = len(corpus.training) - plan.shape.context
+    record = _Record()
+    validation_losses: list[tuple[int, float]] = []
+    reported_at = -math.inf
+
+    for step in range(1, plan.steps + 1):
+        starts = torch.randint(last_start, (ranks, plan.batch), generator=data_order)[rank]
+        batch = corpus.training_batch(starts, plan.shape.context)
+        if _is_due(step, plan.steps, PROBES):
+            record.compute_alone.append(_compute_seconds(model, batch))
+        _train_step(model, optimizer, batch, record)
+        schedule.step()
+        record.bytes_sent.append(_bytes_sent(optimizer, step, parameters, ranks))
+        if time.monotonic() - reported_at > SECONDS_BETWEEN_REPORTS or step == plan.steps:
+            reported_at = time.monotonic()
+            report(Progress(step, record.loss[-1], sum(record.step)))
+        if _is_due(step, plan.steps, EVALUATIONS):
+            validation_losses.append((step, _validation_loss(model.module, corpus, plan.shape.context)))
+
+    report(
+        Outcome(
+            label=plan.contender.label,
+            settings=plan.contender.settings,
+            ranks=ranks,
+            steps=plan.steps,
+            parameters=parameters,
+            validation_loss=validation_losses[-1][1],
+            bytes_sent_per_step=record.bytes_sent[-1] / plan.steps,
+            seconds=record.typical_seconds(),
+            training_losses=_mean_over_workers(record.loss),
+            cumulative_seconds=list(accumulate(record.step)),
+            cumulative_bytes=record.bytes_sent,
+            validation_losses=validation_losses,
+            metrics=asdict(optimizer.metrics()) if isinstance(optimizer, WireOptimizer) else None,
+        )
+    )
+
+
+def _train_step(
+    model: DistributedDataParallel, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor], record: _Record
+) -> None:
+    waited_before = _exposed_wait(optimizer)
+    begin = time.perf_counter()
+    loss = model(*batch)
+    loss.backward()
+    backward_done = time.perf_counter()
+    optimizer.step()
+    optimizer_done = time.perf_counter()
+    optimizer.zero_grad()
+    end = time.perf_counter()
+
+    record.loss.append(loss.item())
+    waited = _exposed_wait(optimizer) - waited_before
+    record.optimizer.append(optimizer_done - backward_done - waited)
+    record.step.append(end - begin)
+
+
+def _exposed_wait(optimizer: torch.optim.Optimizer) -> float:
+    return optimizer.metrics().exposed_wait_seconds if isinstance(optimizer, WireOptimizer) else 0.0
+
+
+def _bytes_sent(optimizer: torch.optim.Optimizer, step: int, parameters: int, ranks: int) -> float:
+    """Bytes this worker has sent so far: counted, or for DDP what a ring all-reduce of fp32 gradients must send."""
+    if isinstance(optimizer, WireOptimizer):
+        return optimizer.metrics().bytes_sent
+    return step * 2 * (ranks - 1) / ranks * 4 * parameters
+
+
+def _compute_seconds(model: DistributedDataParallel, batch: tuple[Tensor, Tensor]) -> float:
+    """Time forward and backward while all workers compute and none sends; the gradients are thrown away."""
+    dist.barrier()
+    begin = time.perf_counter()
+    with model.no_sync():
+        model(*batch).backward()
+    seconds = time.perf_counter() - begin
+    model.zero_grad()
+    dist.barrier()
+    return seconds
+
+
+@torch.no_grad()
+def _validation_loss(model: nn.Module, corpus: Corpus, context: int) -> float:
+    """Mean loss over the validation windows. Every worker takes its share, so that none waits for another."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    characters, targets = (part[rank::ranks] for part in corpus.validation_windows(context, VALIDATION_WINDOWS))
+    total_and_count = torch.zeros(2, dtype=torch.float64)
+    for first in range(0, len(characters), VALIDATION_BATCH):
+        batch = slice(first, first + VALIDATION_BATCH)
+        count = len(characters[batch])
+        loss = model(characters[batch], targets[batch]).item()
+        total_and_count += torch.tensor([loss * count, count], dtype=torch.float64)
+    dist.all_reduce(total_and_count)
+    return (total_and_count[0] / total_and_count[1]).item()
+
+
+def _learning_rate_factor(step: int, steps: int) -> float:
+    """Linear warm-up over a tenth of the run, then half a cosine down to zero."""
+    warm_up = max(1, steps // 10)
+    if step < warm_up:
+        return (step + 1) / warm_up
+    return 0.5 * (1 + math.cos(math.pi * (step - warm_up) / max(1, steps - warm_up)))
+
+
+def _is_due(step: int, steps: int, times: int) -> bool:
+    """Whether this step is one of ``times`` that are spread evenly over all; the last one always is."""
+    return step * times // steps > (step - 1) * times // steps
+
+
+def _mean_over_workers(values: list[float]) -> list[float]:
+    mean = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(mean)
+    return (mean / dist.get_world_size()).tolist()
