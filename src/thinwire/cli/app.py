@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import sys
+
 try:
     import typer
 
@@ -27,4 +30,6 @@ app.add_typer(bench.app, name="bench")
 
 def main() -> None:
     """Entry point of the ``thinwire`` script."""
+    # By default SIGTERM ends Python on the spot; as an exception it lets a command end its workers first, as Ctrl-C does.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     app()

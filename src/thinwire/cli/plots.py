@@ -21,8 +21,9 @@ def plot_losses(path: Path, outcomes: Sequence[Outcome]) -> None:
     for outcome, colour in zip(outcomes, COLOURS, strict=True):
         _draw(against_bytes, outcome, [count / 1e6 for count in outcome.cumulative_bytes], colour)
         _draw(against_time, outcome, outcome.cumulative_seconds, colour)
-    against_bytes.set_xscale("log")
-    against_bytes.set_xlabel("sent per worker (MB, log scale)")
+    if all(outcome.bytes_sent_per_step > 0 for outcome in outcomes):  # a single worker sends nothing
+        against_bytes.set_xscale("log")
+    against_bytes.set_xlabel("sent per worker (MB)")
     against_bytes.set_ylabel("cross-entropy per character (nats)")
     against_time.set_xlabel("training time on loopback (s)")
     against_time.legend(frameon=False, title="dots: validation, faint: training (smoothed)")

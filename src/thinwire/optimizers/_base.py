@@ -150,6 +150,7 @@ class WireOptimizer(Optimizer, abc.ABC):
     def _build(self) -> None:
         # A parameter that is frozen now takes no room on the wire. Freezing one later is fine: it just has no gradient.
         owned = [(p, i) for i, group in enumerate(self.param_groups) for p in group["params"] if p.requires_grad]
+        self._frozen = [p for group in self.param_groups for p in group["params"] if not p.requires_grad]
         devices = {p.device for p, _ in owned}
         if len(devices) > 1:
             names = ", ".join(sorted(map(str, devices)))
@@ -246,11 +247,11 @@ class WireOptimizer(Optimizer, abc.ABC):
             with torch.enable_grad():
                 loss = closure()
         scale = self._amp_scale()
-        gradients = [_gradient_of(p) for p in self.flat_params]
+        self._refuse_thawed()
+        rest = [(i, _gradient_of(p)) for i, p in enumerate(self.flat_params) if not self._encoded[i]]
         self.prepare()
-        for position, grad in enumerate(gradients):
-            if not self._encoded[position]:
-                self.encode(position, grad, scale)
+        for position, grad in rest:
+            self.encode(position, grad, scale)
         flags = self._settle(self._wait())
         if flags & packet.NONFINITE:
             self._meter.skipped_steps += 1
@@ -262,6 +263,14 @@ class WireOptimizer(Optimizer, abc.ABC):
         self._step_count += 1
         self.begin_step()
         return loss
+
+    def _refuse_thawed(self) -> None:
+        for p in self._frozen:
+            if p.grad is not None:
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(p.shape)} has a gradient, but was frozen when the optimizer was made "
+                    "and has no place on the wire. Make the optimizer first and freeze then, or make a new one"
+                )
 
     def _amp_scale(self) -> float:
         # torch.amp.GradScaler leaves its scale in this attribute while it calls step(), None after unscale_().

@@ -65,7 +65,7 @@ class Peers:
         group = dist.new_group(
             dist.get_process_group_ranks(self.group),
             timeout=_timeout_of(self.group),
-            backend=dist.get_backend(self.group),
+            backend=dist.get_backend_config(self.group),
             use_local_synchronization=True,
             group_desc="thinwire",
         )
