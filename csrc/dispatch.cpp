@@ -15,8 +15,10 @@ struct Choice {
 }  // namespace
 
 extern const thinwire_table thinwire_table_plain;
-#if defined(THINWIRE_HAS_X86)
+#if defined(THINWIRE_HAS_AVX2)
 extern const thinwire_table thinwire_table_avx2;
+#endif
+#if defined(THINWIRE_HAS_AVX512)
 extern const thinwire_table thinwire_table_avx512;
 #endif
 
@@ -24,12 +26,14 @@ namespace {
 
 bool always() { return true; }
 
-#if defined(THINWIRE_HAS_X86)
+#if defined(THINWIRE_HAS_AVX2) || defined(THINWIRE_HAS_AVX512)
 // The features that -march=x86-64-v3 and -v4 let the compiler use and that one of our loops could meet.
 bool has_avx2() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") &&
          __builtin_cpu_supports("fma") && __builtin_cpu_supports("popcnt");
 }
+#endif
+#if defined(THINWIRE_HAS_AVX512)
 bool has_avx512() {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512cd") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
@@ -38,8 +42,10 @@ bool has_avx512() {
 
 // Best first. On arm64 the base instruction set has NEON, so the plain build is the NEON build.
 const Choice kChoices[] = {
-#if defined(THINWIRE_HAS_X86)
+#if defined(THINWIRE_HAS_AVX512)
     {"avx512", &thinwire_table_avx512, has_avx512},
+#endif
+#if defined(THINWIRE_HAS_AVX2)
     {"avx2", &thinwire_table_avx2, has_avx2},
 #endif
 #if defined(__aarch64__)

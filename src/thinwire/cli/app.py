@@ -30,6 +30,6 @@ app.add_typer(bench.app, name="bench")
 
 def main() -> None:
     """Entry point of the ``thinwire`` script."""
-    # By default SIGTERM ends Python on the spot; as an exception it lets a command end its workers first, as Ctrl-C does.
+    # By default SIGTERM ends Python on the spot; as an exception it lets a command end its workers, as Ctrl-C does.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     app()

@@ -1,0 +1,281 @@
+"""What every optimizer of thinwire must do, whatever its paper. A new one is a line in `OPTIMIZERS`."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire
+from tests.distributed.common import Training, digest, token_loss, token_net, trained
+from tests.harness import run_ranks
+
+
+@dataclass(frozen=True)
+class Entry:
+    name: str
+    make: Callable[..., Any]
+    lr: float
+    """A learning rate at which it learns the small classification below within 150 steps."""
+
+
+OPTIMIZERS = [
+    Entry("Birder", thinwire.Birder, lr=0.02),
+]
+
+every_optimizer = pytest.mark.parametrize("entry", OPTIMIZERS, ids=lambda entry: entry.name)
+
+
+def test_every_public_optimizer_is_in_the_table() -> None:
+    public = [getattr(thinwire, name) for name in thinwire.__all__]
+    classes = {c for c in public if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)}
+    assert classes == {entry.make for entry in OPTIMIZERS}
+
+
+# Learning ------------------------------------------------------------------------------------------------------------
+
+FEATURES, CLASSES, SAMPLES, STEPS = 20, 5, 512, 150
+LEARNT = 0.4
+"""A loss that says the task was learnt; not knowing anything is log(5) = 1.6."""
+
+
+def classification(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's share of the data: labels are those of a hidden linear teacher."""
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.randn(SAMPLES, FEATURES, generator=generator)
+    labels = (inputs @ torch.randn(FEATURES, CLASSES, generator=generator)).argmax(1)
+    return inputs[rank::world_size], labels[rank::world_size]
+
+
+def learn(rank: int, world_size: int, entry: Entry) -> tuple[float, float, str]:
+    torch.manual_seed(0)
+    net = nn.Linear(FEATURES, CLASSES)
+    model = DistributedDataParallel(net)
+    optimizer = entry.make(net.parameters(), lr=entry.lr)
+    thinwire.attach(model, optimizer)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / STEPS)
+    inputs, labels = classification(rank, world_size)
+    losses = []
+    for step in range(STEPS):
+        batch = torch.arange(step * 32, step * 32 + 32) % len(inputs)
+        loss = nn.functional.cross_entropy(model(inputs[batch]), labels[batch])
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    return losses[0], float(np.mean(losses[-10:])), digest(net.parameters())
+
+
+@every_optimizer
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_it_learns_and_replicas_stay_equal(world_size: int, entry: Entry) -> None:
+    results = run_ranks(learn, world_size, entry)
+    for first, last, replica in results:
+        assert first > 1.5
+        assert last < LEARNT
+        assert replica == results[0][2]
+
+
+@every_optimizer
+def test_random_steps_of_that_size_do_not_learn_it(entry: Entry) -> None:
+    """Otherwise the test above would say nothing."""
+    inputs, labels = classification(0, 1)
+    best = math.inf
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        net = nn.Linear(FEATURES, CLASSES)
+        with torch.no_grad():
+            for step in range(STEPS):
+                for p in net.parameters():
+                    coins = 2.0 * torch.randint(0, 2, p.shape, generator=generator) - 1
+                    p += entry.lr * (1 - step / STEPS) * coins
+            best = min(best, nn.functional.cross_entropy(net(inputs), labels).item())
+    assert best > 2 * LEARNT
+
+
+# The laws ------------------------------------------------------------------------------------------------------------
+
+
+@every_optimizer
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_overlap_and_bucket_size_change_nothing(world_size: int, entry: Entry) -> None:
+    plain = Training(optimizer=entry.make, options={"lr": entry.lr})
+    overlapped = dataclasses.replace(plain, attach=True, options={"lr": entry.lr, "bucket_mb": 0.01})
+    assert trained(world_size, plain) == trained(world_size, overlapped)
+
+
+def resume(rank: int, world_size: int, entry: Entry) -> tuple[str, str]:
+    def train(net: nn.Module, optimizer: Any, steps: range) -> str:
+        for step in steps:
+            token_loss(net, rank, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return digest(net.parameters())
+
+    net = token_net()
+    optimizer = entry.make(net.parameters(), lr=entry.lr)
+    train(net, optimizer, range(4))
+    checkpoint = io.BytesIO()
+    torch.save((net.state_dict(), optimizer.state_dict()), checkpoint)
+    never_stopped = train(net, optimizer, range(4, 8))
+
+    net = token_net()
+    optimizer = entry.make(net.parameters(), lr=entry.lr)
+    checkpoint.seek(0)
+    weights, state = torch.load(checkpoint, weights_only=True)
+    net.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    return never_stopped, train(net, optimizer, range(4, 8))
+
+
+@every_optimizer
+def test_resuming_is_exact(entry: Entry) -> None:
+    for never_stopped, resumed in run_ranks(resume, 2, entry):
+        assert resumed == never_stopped
+
+
+def skip(rank: int, world_size: int, entry: Entry) -> list[tuple[bool, int, bool]]:
+    """(moved, skipped so far, state finite) after each of five steps; rank 1 has a NaN in the third."""
+    net = token_net()
+    optimizer = entry.make(net.parameters(), lr=entry.lr)
+    seen = []
+    for step in range(5):
+        before = digest(net.parameters())
+        token_loss(net, rank, step).backward()
+        if rank == 1 and step == 2:
+            gradient = net.get_parameter("hidden.bias").grad
+            assert gradient is not None
+            gradient[5] = float("nan")
+        optimizer.step()
+        optimizer.zero_grad()
+        finite = all(bool(s.isfinite().all()) for p in net.parameters() for s in optimizer.state[p].values())
+        seen.append((digest(net.parameters()) != before, optimizer.metrics().skipped_steps, finite))
+    return seen
+
+
+@every_optimizer
+def test_a_nan_on_one_rank_skips_the_step_on_all(entry: Entry) -> None:
+    for seen in run_ranks(skip, 3, entry):
+        assert seen == [(True, 0, True), (True, 0, True), (False, 1, True), (True, 1, True), (True, 1, True)]
+
+
+def rest(rank: int, world_size: int, entry: Entry) -> tuple[torch.Tensor, torch.Tensor]:
+    """The upper half of the vocabulary never occurs."""
+    net = token_net()
+    optimizer = entry.make(net.parameters(), lr=entry.lr, weight_decay=0.1)
+    embedding = net.get_parameter("embedding.weight")
+    start = embedding.detach().clone()
+    for step in range(30):
+        token_loss(net, rank, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return start, embedding
+
+
+@every_optimizer
+def test_rows_without_a_gradient_keep_their_value(entry: Entry) -> None:
+    for start, end in run_ranks(rest, 2, entry):
+        np.testing.assert_array_equal(start[25:], end[25:])
+        assert np.all(start[:25] != end[:25])
+
+
+# The interface of torch.optim ----------------------------------------------------------------------------------------
+
+
+@every_optimizer
+def test_a_closure_is_evaluated_once_and_its_loss_returned(entry: Entry) -> None:
+    p = nn.Parameter(torch.ones(5))
+    optimizer = entry.make([p], lr=entry.lr)
+    losses = []
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = p.square().sum()
+        loss.backward()
+        losses.append(loss)
+        return loss
+
+    assert optimizer.step(closure) is losses[0]
+    assert len(losses) == 1
+    assert torch.all(p < 1)
+
+
+@every_optimizer
+def test_a_scheduler_can_stop_it(entry: Entry) -> None:
+    p = nn.Parameter(torch.ones(5))
+    optimizer = entry.make([p], lr=entry.lr)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 if step < 3 else 0.0)
+    values = []
+    for _ in range(6):
+        p.grad = torch.ones(5)
+        optimizer.step()
+        scheduler.step()
+        values.append(digest([p]))
+    assert len(set(values)) == 3
+    assert len(set(values[2:])) == 1
+
+
+@every_optimizer
+def test_groups_have_their_own_learning_rate(entry: Entry) -> None:
+    still, moving = nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(5))
+    optimizer = entry.make([{"params": [still], "lr": 0.0}, {"params": [moving]}], lr=entry.lr)
+    still.grad, moving.grad = torch.ones(5), torch.ones(5)
+    optimizer.step()
+    assert torch.equal(still.detach(), torch.ones(5))
+    assert torch.all(moving < 1)
+
+
+@every_optimizer
+def test_a_negative_learning_rate_is_refused(entry: Entry) -> None:
+    with pytest.raises(ValueError, match=r"lr=-1\.0"):
+        entry.make([nn.Parameter(torch.ones(5))], lr=-1.0)
+
+
+def measured(rank: int, world_size: int, entry: Entry) -> dict[str, float]:
+    net = token_net()
+    optimizer = entry.make(net.parameters(), lr=entry.lr)
+    before = dataclasses.asdict(optimizer.metrics())
+    assert before.pop("mean_abs_vote") is not None
+    assert not any(before.values()), f"something was counted before the first step: {before}"
+    for step in range(3):
+        token_loss(net, rank, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return dataclasses.asdict(optimizer.metrics())
+
+
+@every_optimizer
+def test_metrics_count_what_happened(entry: Entry) -> None:
+    elements = sum(p.numel() for p in token_net().parameters())
+    for metrics in run_ranks(measured, 2, entry):
+        assert metrics["steps"] == 3
+        assert metrics["skipped_steps"] == 0
+        assert metrics["rounds"] >= 2 * 3
+        assert elements / 8 * 3 < metrics["bytes_sent"] < 0.25 * elements * 4 * 3
+        assert metrics["bytes_received"] == metrics["bytes_sent"]
+        for name in ("encode_seconds", "vote_seconds", "apply_seconds", "wire_seconds", "exposed_wait_seconds"):
+            assert 0 < metrics[name] < 60, name
+        assert math.isnan(metrics["mean_abs_vote"]) or 0 <= metrics["mean_abs_vote"] <= 1
+
+
+# Documentation -------------------------------------------------------------------------------------------------------
+
+
+@every_optimizer
+def test_the_docstring_says_what_a_user_must_know(entry: Entry) -> None:
+    text = entry.make.__doc__ or ""
+    assert re.search(r"\n\n +m ← ", text), "the formula, as the paper has it, indented"
+    assert re.search(r"\([^)]+, [^)]*\d{4}\)", text.splitlines()[0]), "the citation, in the first line"
+    for section in ("Args:", "When not to use it:", "Differences from the paper:"):
+        assert re.search(rf"^ *{section}$\n +\S", text, re.MULTILINE), section

@@ -1,0 +1,115 @@
+"""What the distributed suites share: a small network, and one training loop in which everything may vary."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire
+from tests.harness import run_ranks
+
+WORLD_SIZES = (1, 2, 3, 4)
+
+
+def digest(tensors: Iterable[torch.Tensor]) -> str:
+    """Equal exactly when every tensor is equal to the bit."""
+    accumulated = hashlib.sha256()
+    for tensor in tensors:
+        accumulated.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return accumulated.hexdigest()
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+class TokenNet(nn.Module):
+    """Embedding, two layers and a scale: rows without a gradient, odd sizes, a 0-dim parameter; 12,000 elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 37)
+        self.hidden = nn.Linear(37, 150)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.head = nn.Linear(150, 29)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.hidden(self.embedding(tokens))) * self.scale)
+
+
+def token_net(dtype: torch.dtype = torch.float32) -> nn.Module:
+    """The same weights on every rank, as DDP's broadcast or a checkpoint would give."""
+    torch.manual_seed(0)
+    return TokenNet().to(dtype)
+
+
+def token_loss(model: nn.Module, rank: int, batch: int) -> torch.Tensor:
+    """Only the lower half of the vocabulary occurs."""
+    generator = torch.Generator().manual_seed(1000 * rank + batch)
+    tokens = torch.randint(0, 25, (16,), generator=generator)
+    targets = torch.randint(0, 29, (16,), generator=generator)
+    return nn.functional.cross_entropy(model(tokens), targets)
+
+
+@dataclass(frozen=True)
+class Training:
+    """A run. Two that differ only in `attach`, `ddp`, `environment` or bucket size must agree to the bit."""
+
+    optimizer: Callable[..., Any] = thinwire.Birder
+    options: Mapping[str, Any] = field(default_factory=dict)
+    model: Callable[[], nn.Module] = token_net
+    loss: Callable[[nn.Module, int, int], torch.Tensor] = token_loss
+    steps: int = 6
+    microbatches: int = 1
+    sync_every_microbatch: bool = False
+    attach: bool = False
+    ddp: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def train(rank: int, world_size: int, training: Training) -> list[str]:
+    """The digest of all parameters after each step."""
+    net = training.model()
+    with environment(training.environment):
+        optimizer = training.optimizer(net.parameters(), **{"lr": 1e-2, "seed": 7, **training.options})
+        ddp = DistributedDataParallel(net, **training.ddp) if training.attach else None
+        if ddp is not None:
+            thinwire.attach(ddp, optimizer)
+        digests = []
+        for step in range(training.steps):
+            for micro in range(training.microbatches):
+                last = micro == training.microbatches - 1
+                synchronise = last or training.sync_every_microbatch
+                with nullcontext() if ddp is None or synchronise else ddp.no_sync():
+                    training.loss(ddp or net, rank, step * training.microbatches + micro).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            digests.append(digest(net.parameters()))
+    return digests
+
+
+def trained(world_size: int, training: Training) -> list[str]:
+    """Law 1 is checked on the way: every rank reports the same digests. A run that stands still proves nothing."""
+    digests = run_ranks(train, world_size, training)
+    for rank, of_rank in enumerate(digests):
+        assert of_rank == digests[0], f"rank {rank} has other parameters than rank 0"
+    assert len(set(digests[0])) == training.steps, "some step moved nothing"
+    return digests[0]

@@ -1,0 +1,87 @@
+"""Laws 1 and 2: replicas are identical, and nothing that must not matter does, to the bit."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.distributed.common import WORLD_SIZES, Training, token_net, trained
+from thinwire.kernels import native
+
+DOWNLINKS = ("bit", "votes")
+
+
+def isas_of_this_machine() -> list[str]:
+    if not native.available():
+        return []
+    in_use = native.isa()
+    found = []
+    for isa in ("plain", "avx2", "avx512", "neon"):
+        try:
+            native.use_isa(isa)
+        except ValueError:
+            continue
+        found.append(isa)
+    native.use_isa(in_use)
+    return found
+
+
+def half_net() -> torch.nn.Module:
+    return token_net(torch.float16)
+
+
+def brain_net() -> torch.nn.Module:
+    return token_net(torch.bfloat16)
+
+
+VARIANTS = {
+    "overlap": Training(attach=True),
+    "overlap, buckets of 0.01 MB": Training(attach=True, options={"bucket_mb": 0.01}),
+    "overlap, DDP buckets of 0.01 MB": Training(attach=True, ddp={"bucket_cap_mb": 0.01}),
+    "overlap, reference kernels": Training(attach=True, environment={"THINWIRE_KERNELS": "reference"}),
+    "buckets of 0.01 MB": Training(options={"bucket_mb": 0.01}),
+    "buckets of 0.1 MB": Training(options={"bucket_mb": 0.1}),
+    "reference kernels": Training(environment={"THINWIRE_KERNELS": "reference"}),
+    **{
+        f"native kernels, {isa}": Training(environment={"THINWIRE_KERNELS": "native", "THINWIRE_ISA": isa})
+        for isa in isas_of_this_machine()
+    },
+}
+
+
+@functools.cache
+def plain_run(world_size: int, downlink: str) -> tuple[str, ...]:
+    return tuple(trained(world_size, Training(options={"downlink": downlink})))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("downlink", DOWNLINKS)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_what_must_not_matter_does_not(world_size: int, downlink: str, variant: str) -> None:
+    training = VARIANTS[variant]
+    training = replace(training, options={**training.options, "downlink": downlink})
+    assert tuple(trained(world_size, training)) == plain_run(world_size, downlink)
+
+
+LAW_1_AND_2_MODELS = {
+    "float16": Training(model=half_net),
+    "bfloat16": Training(model=brain_net, options={"lr": 0.05}),
+    "bfloat16 state": Training(options={"state_dtype": torch.bfloat16}),
+    "amsgrad, maximize": Training(options={"amsgrad": True, "maximize": True}),
+}
+
+
+@pytest.mark.parametrize("kind", LAW_1_AND_2_MODELS)
+def test_reference_and_overlap_agree_for_every_dtype_and_rule(kind: str) -> None:
+    plain = LAW_1_AND_2_MODELS[kind]
+    overlapped = replace(plain, attach=True, options={**plain.options, "bucket_mb": 0.01})
+    by_reference = replace(plain, environment={"THINWIRE_KERNELS": "reference"})
+    assert trained(3, overlapped) == trained(3, plain) == trained(3, by_reference)
+
+
+def test_other_seeds_give_other_runs() -> None:
+    """The equalities above would hold in a world where nothing is random, too."""
+    assert trained(2, Training(options={"seed": 1})) != trained(2, Training(options={"seed": 2}))

@@ -1,0 +1,173 @@
+"""What the kernel tests have in common: instruction sets, buffers with guards around them, and difficult numbers.
+
+Kernels write into memory of the caller. Every tensor that is handed to one lies in the middle of a larger allocation,
+and what is compared afterwards is the whole allocation: a backend that writes a byte too far, or into a gradient, does
+not equal the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+from torch import Tensor
+
+from thinwire.kernels import native, ops
+
+WORD = 64
+ROOM = 256
+"""Bytes before and after every tensor."""
+
+PATIENT = settings(deadline=None, max_examples=40)  # a busy machine is no finding
+REFERENCE = ops.BACKENDS["reference"]
+
+
+def _instruction_sets() -> list[str]:
+    if not native.available():
+        return []
+    first, found = native.isa(), []
+    for name in ("plain", "neon", "avx2", "avx512"):
+        try:
+            native.use_isa(name)
+        except ValueError:
+            continue
+        found.append(name)
+    native.use_isa(first)
+    return found
+
+
+ISAS = _instruction_sets()
+each_backend = pytest.mark.parametrize("backend", ["reference", *ISAS])
+"""The reference, and the native kernels once for each instruction set of this machine."""
+
+
+@contextmanager
+def kernels_of(backend: str) -> Iterator[ops.Kernels]:
+    """The reference, or the native kernels with the instruction set `backend`."""
+    if backend == "reference":
+        yield REFERENCE
+        return
+    before = native.isa()
+    native.use_isa(backend)
+    try:
+        yield ops.BACKENDS["native"]
+    finally:
+        native.use_isa(before)
+
+
+def guarded(values: Tensor, *, elements_off: int = 0) -> Tensor:
+    """A copy of `values` in the middle of a larger allocation, `elements_off` elements from an aligned address."""
+    size = values.element_size()
+    before = ROOM // size + elements_off
+    memory = torch.full((2 * ROOM + (values.numel() + elements_off) * size,), 0xA5, dtype=torch.uint8)
+    within = memory.view(values.dtype).as_strided(values.shape, values.contiguous().stride(), before)
+    return within.copy_(values)
+
+
+def allocation(tensor: Tensor) -> Tensor:
+    """All bytes of the allocation in which a tensor lies."""
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+
+
+def _twin(argument: Any) -> Any:
+    if not isinstance(argument, Tensor):
+        return argument
+    storage = argument.untyped_storage().clone()
+    copy = torch.empty(0, dtype=argument.dtype)
+    return copy.set_(storage, argument.storage_offset(), argument.shape, argument.stride())
+
+
+def same_everywhere(operation: str, **arguments: Any) -> Any:
+    """Calls an operation of the reference, in place, and of the native kernels of every kind on copies of everything.
+
+    All of the memory must be the same afterwards, and so must the results; returns the result.
+    """
+    copies = {isa: {name: _twin(argument) for name, argument in arguments.items()} for isa in ISAS}
+    expected = getattr(REFERENCE, operation)(**arguments)
+    for isa, copy in copies.items():
+        with kernels_of(isa) as kernels:
+            result = getattr(kernels, operation)(**copy)
+        assert result is expected, f"{operation} on {isa}"  # True, False or None
+        for name, argument in arguments.items():
+            if isinstance(argument, Tensor):
+                wrong = (allocation(copy[name]) != allocation(argument)).nonzero().flatten().tolist()
+                assert not wrong, f"{operation} on {isa}: {name} differs in {len(wrong)} bytes, first {wrong[:4]}"
+    return expected
+
+
+# Flat spaces ---------------------------------------------------------------------------------------------------------
+
+
+def random(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def random_words(count: int, generator: torch.Generator) -> Tensor:
+    """Words of random bits."""
+    return torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator)
+
+
+def random_bytes(*shape: int, generator: torch.Generator) -> Tensor:
+    return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+
+
+def alive_map(kind: str, words: int, generator: torch.Generator) -> Tensor:
+    """`all`, `none`, or `some`: whole words of both kinds and words in between."""
+    alive = random_words(words, generator)
+    if kind == "some":
+        alive[::3] = -1
+        alive[1::5] = 0
+    else:
+        alive.fill_(-1 if kind == "all" else 0)
+    return alive
+
+
+def cut(count: int, pieces: int, *, first_word: int, planes: int = 1) -> tuple[Tensor, int]:
+    """A run table for a parameter of `count` elements at word `first_word`, and the size of its packets in bytes.
+
+    The parameter is cut at words into at most `pieces` runs of unequal length, which stand in the packets in reverse
+    order with gaps between them.
+    """
+    words = -(-count // WORD)
+    edges = sorted({words * (i * i) // (pieces * pieces) for i in range(pieces + 1)})
+    runs: list[list[int]] = []
+    byte = 8
+    for start, stop in reversed(list(pairwise(edges))):
+        plane_bytes = 8 * (stop - start) + 16
+        elements = min(stop * WORD, count) - start * WORD
+        runs.append([(first_word + start) * WORD, start * WORD, elements, byte, plane_bytes])
+        byte += planes * plane_bytes + 24
+    return torch.tensor(runs[::-1]), byte
+
+
+# Difficult numbers ---------------------------------------------------------------------------------------------------
+
+SMALLEST = {torch.float32: 2.0**-149, torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24}
+
+
+def hard_gradient(count: int, dtype: torch.dtype, generator: torch.Generator, *, finite: bool = True) -> Tensor:
+    """Every magnitude that the dtype has, zeros of both signs among them; NaN and infinity too unless `finite`."""
+    limits = torch.finfo(dtype)
+    corners = [0.0, -0.0, SMALLEST[dtype], -3 * SMALLEST[dtype], limits.tiny, limits.max / 4, -limits.max / 4, 1.0]
+    if not finite:
+        corners += [float("nan"), float("inf"), float("-inf"), limits.max, limits.min]
+    values = torch.randn(count, generator=generator)
+    values *= 10.0 ** torch.randint(-9, 4, (count,), generator=generator)
+    which = torch.randint(0, 2 * len(corners), (count,), generator=generator)
+    for i, corner in enumerate(corners):
+        values[which == i] = corner
+    return values.to(dtype)
+
+
+def hard_state(size: int, dtype: torch.dtype, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """m and b of every magnitude with |m| <= b, some of them equal, some zero."""
+    b = hard_gradient(size, dtype, generator).abs()
+    share = 2 * torch.rand(size, generator=generator) - 1
+    share[::7], share[3::11] = 1.0, -1.0
+    m = (b.float() * share).to(dtype)
+    return m.clamp(-b, b), b

@@ -1,0 +1,155 @@
+"""`thinwire demo`: a short real run through the installed script, and what it says to bad input."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from thinwire.cli.app import app
+from thinwire.cli.charlm import Corpus
+from thinwire.cli.training import _is_due, _learning_rate_factor
+
+SCRIPT = Path(sysconfig.get_path("scripts"), "thinwire")
+TINY = ("--layers", "1", "--width", "32", "--context", "16", "--batch", "2")
+
+
+def run_script(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    # Wide, so that no message is broken into lines; no colours, whatever the machine that runs the tests asks for.
+    environment = {key: value for key, value in os.environ.items() if key not in {"FORCE_COLOR", "GITHUB_ACTIONS"}}
+    return subprocess.run(
+        [SCRIPT, *arguments],
+        cwd=folder,
+        env=environment | {"COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+
+
+@pytest.mark.timeout(180)
+def test_short_run(tmp_path: Path) -> None:
+    finished = run_script(
+        tmp_path, "demo", "--ranks", "2", "--steps", "3", "--downlink", "votes", "--json", "results.json", *TINY
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stderr == ""
+    assert "\x1b" not in finished.stdout
+    assert "validation loss" in finished.stdout
+    assert "theoretical" in finished.stdout
+    assert (tmp_path / "thinwire-demo.png").read_bytes().startswith(b"\x89PNG")
+
+    results = json.loads((tmp_path / "results.json").read_text())
+    baseline, challenger = results["baseline"], results["challenger"]
+    for run in (baseline, challenger):
+        assert run["ranks"] == 2
+        assert run["steps"] == len(run["training_losses"]) == len(run["cumulative_seconds"]) == 3
+        assert math.isfinite(run["validation_loss"])
+        assert run["seconds"]["step"] > 0
+        assert run["cumulative_bytes"] == sorted(run["cumulative_bytes"])
+    # The same model and the same data: before the first update the two runs are one.
+    assert baseline["training_losses"][0] == challenger["training_losses"][0]
+    assert baseline["training_losses"][1] != challenger["training_losses"][1]
+
+    assert baseline["bytes_sent_source"] == "theoretical"
+    assert baseline["bytes_sent_per_step"] == pytest.approx(4 * baseline["parameters"])
+    assert challenger["bytes_sent_source"] == "counted"
+    assert challenger["settings"]["downlink"] == "votes"
+    assert challenger["metrics"]["steps"] == 3
+    assert challenger["metrics"]["bytes_sent"] == challenger["cumulative_bytes"][-1]
+    assert challenger["bytes_sent_per_step"] < baseline["bytes_sent_per_step"]
+
+
+@pytest.mark.timeout(180)
+def test_a_text_of_ones_own_and_a_single_worker(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("Grüße aus dem Süden. " * 40, encoding="utf-8")
+    finished = run_script(
+        tmp_path, "demo", "--data", str(text), "--ranks", "1", "--steps", "1", "--out", "own.png", *TINY
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stderr == ""
+    assert "840 characters" in finished.stdout
+    assert (tmp_path / "own.png").stat().st_size > 0
+
+
+@pytest.mark.timeout(60)
+def test_bad_input_through_the_script(tmp_path: Path) -> None:
+    finished = run_script(tmp_path, "demo", "--data", "missing.txt")
+    assert finished.returncode == 2
+    assert "missing.txt" in finished.stderr
+    assert "Traceback" not in finished.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--data", "missing.txt"], "'missing.txt' does not exist"),
+        (["--data", "short.txt"], "the text has 5 characters; a context of 64 needs at least 651"),
+        (["--data", "binary.txt"], "'binary.txt' is not UTF-8 text"),
+        (["--data", "."], "is a directory"),
+        (["--ranks", "0"], "'--ranks': must be at least 1, got 0"),
+        (["--ranks", "many"], "'--ranks'"),
+        (["--steps", "0"], "'--steps': must be at least 1, got 0"),
+        (["--steps", "-3"], "'--steps': must be at least 1, got -3"),
+        (["--batch", "0"], "'--batch': must be at least 1, got 0"),
+        (["--seed", "-1"], "'--seed': must be at least 0, got -1"),
+        (["--width", "33"], "'--width': width must be a multiple of 32 (the width of a head), got 33"),
+        (["--optimizer", "sgd"], "'--optimizer': unknown optimizer 'sgd'; there is: birder"),
+        (["--downlink", "carrier-pigeon"], "'carrier-pigeon' is not one of 'bit', 'votes'"),
+        (["--out", "nowhere/picture.png"], "cannot write 'nowhere/picture.png': there is no writable folder 'nowhere'"),
+        (["--json", "nowhere/results.json"], "cannot write 'nowhere/results.json'"),
+    ],
+)
+def test_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("short.txt").write_text("short")
+    Path("binary.txt").write_bytes(b"\xff\xfe\x00")
+    result = CliRunner().invoke(app, ["demo", *arguments], env={"COLUMNS": "200", "NO_COLOR": "1"})
+    assert result.exit_code == 2
+    assert message in re.sub(r"\s+", " ", result.output)
+
+
+@pytest.mark.timeout(60)
+def test_corpus_keeps_the_last_tenth_for_validation() -> None:
+    text = "".join(chr(ord("a") + k % 26) for k in range(1000))
+    corpus = Corpus.from_text(text, context=9)
+    assert corpus.vocabulary_size == 26
+    assert (len(corpus.training), len(corpus.validation)) == (900, 100)
+    characters, targets = corpus.training_batch(torch.tensor([0, 890]), context=9)
+    assert characters.tolist() == [[k % 26 for k in range(first, first + 9)] for first in (0, 890)]
+    assert targets.tolist() == [[k % 26 for k in range(first + 1, first + 10)] for first in (0, 890)]
+    characters, _ = corpus.validation_windows(context=9, at_most=3)
+    assert characters[:, 0].tolist() == [(900 + first) % 26 for first in (0, 27, 63)]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("context", [1, 9, 64, 100])
+def test_the_shortest_text_fits(context: int) -> None:
+    shortest = Corpus.shortest_text(context)
+    corpus = Corpus.from_text("x" * shortest, context)
+    assert corpus.validation_windows(context, at_most=512)[0].shape == (1, context)
+    with pytest.raises(ValueError, match=f"has {shortest - 1} characters; a context of {context} needs at least"):
+        Corpus.from_text("x" * (shortest - 1), context)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("steps", [1, 2, 7, 500])
+def test_schedules_cover_the_run(steps: int) -> None:
+    factors = [_learning_rate_factor(step, steps) for step in range(steps)]
+    assert max(factors) == 1.0
+    assert min(factors) > 0
+    due = [step for step in range(1, steps + 1) if _is_due(step, steps, 12)]
+    assert len(due) == min(steps, 12)
+    assert due[-1] == steps

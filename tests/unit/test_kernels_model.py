@@ -1,0 +1,262 @@
+"""The reference against plain Python, one element at a time: two backends that share a mistake still fail here.
+
+The model below is written from docs/protocol.md. It knows no tensors: numbers are Python's, and `f32` rounds them. A
+sum, a product or a quotient of two fp32 numbers, taken in double precision and rounded once more, is what fp32
+hardware gives.
+"""
+
+from __future__ import annotations
+
+import struct
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.kernel_cases import PATIENT, each_backend, kernels_of, random, random_bytes, random_words
+from thinwire.kernels import rng
+
+U32, U64 = 2**32, 2**64
+WORD = 64
+
+
+# The model -----------------------------------------------------------------------------------------------------------
+
+
+def f32(value: float) -> float:
+    return struct.unpack("<f", struct.pack("<f", value))[0]
+
+
+def bf16(value: float) -> float:
+    """The nearest number whose lower sixteen bits are zero, the even one of two that are equally near."""
+    (bits,) = struct.unpack("<I", struct.pack("<f", value))
+    below, above = (struct.unpack("<f", struct.pack("<I", upper << 16))[0] for upper in (bits >> 16, (bits >> 16) + 1))
+    to_below, to_above = (abs(Fraction(value) - Fraction(end)) for end in (below, above))
+    if to_below == to_above:
+        return below if (bits >> 16) % 2 == 0 else above
+    return below if to_below < to_above else above
+
+
+def splitmix(z: int) -> int:
+    z = (z + 0x9E3779B97F4A7C15) % U64
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % U64
+    z = (z ^ z >> 27) * 0x94D049BB133111EB % U64
+    return z ^ z >> 31
+
+
+def draw(key: int, counter: int) -> int:
+    k = splitmix((key + (counter >> 32)) % U64)
+    x = counter % U32 ^ k % U32
+    x = (x ^ x >> 16) * 0x7FEB352D % U32
+    x = ((x ^ x >> 15) + (k >> 32)) % U32
+    x = x * 0x846CA68B % U32
+    x = (x ^ x >> 16) * 0x9E3779B1 % U32
+    return x ^ x >> 15
+
+
+def uniform(key: int, element: int) -> float:
+    h = draw(key, element)
+    return ((h - U32 if h >= U32 // 2 else h) >> 8) * 2.0**-23
+
+
+def drawn_worker(key: int, element: int, workers: int) -> int:
+    low, high, level = 0, workers, 0
+    while high - low > 1:
+        planes = [draw(splitmix((key + 24 * level + i) % U64), element >> 5) >> element % 32 & 1 for i in range(24)]
+        u = int("".join(map(str, planes)), 2)
+        middle = low + (high - low + 1) // 2
+        if u < (middle - low) * 2**24 // (high - low):
+            high = middle
+        else:
+            low = middle
+        level += 1
+    return low
+
+
+class Coordinate:
+    """m and b of one element on one worker."""
+
+    def __init__(self, m: float, b: float) -> None:
+        self.m, self.b = m, b
+
+    def absorb(self, gradient: float, *, beta: float, scale: float, amsgrad: bool, low_precision: bool) -> bool:
+        """Returns whether the gradient was not finite."""
+        if gradient != gradient or abs(gradient) == float("inf"):
+            return True
+        g = f32(gradient * f32(scale))
+        keep, take = f32(beta), f32(1 - beta)
+        m = f32(f32(keep * self.m) + f32(take * g))
+        b = f32(f32(keep * self.b) + f32(take * abs(g)))
+        if amsgrad:
+            b = max(b, self.b)
+        self.m, self.b = (bf16(m), bf16(b)) if low_precision else (m, b)
+        return False
+
+    def bit(self, element: int, *, alive: bool, eps: float, amsgrad: bool, key: int) -> int:
+        if not alive:
+            return int((abs(self.m) if amsgrad else self.b) > f32(eps))
+        return int(self.m > f32(uniform(key, element) * f32(self.b + f32(eps))))
+
+
+def bit_of(words: list[int], element: int) -> int:
+    """Bit j of word w, little endian, is element 64 w + j; words come as signed numbers."""
+    return words[element // WORD] >> element % WORD & 1
+
+
+# Random numbers ------------------------------------------------------------------------------------------------------
+
+
+def test_splitmix_gives_its_published_numbers() -> None:
+    """The first outputs of splitmix64 for seed 1234567, as its author's reference program prints them."""
+    published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
+    for i, number in enumerate(published):
+        seed = (1234567 + i * 0x9E3779B97F4A7C15) % U64
+        assert rng.splitmix(seed) == splitmix(seed) == number
+
+
+@PATIENT
+@given(st.lists(st.integers(0, U64 - 1), max_size=5), st.integers(0, U64 - 1), st.integers(0, 2**40))
+def test_draws_are_those_of_the_protocol(values: list[int], key: int, counter: int) -> None:
+    expected = 0
+    for value in values:
+        expected = splitmix((expected + value) % U64)
+    assert rng.key(*values) == expected
+    counters = torch.tensor([counter, counter ^ 1, 2**32 - 1, 2**32, 2**32 + 1, 2**36 - 1])
+    assert rng.draw(key, counters).tolist() == [draw(key, c) for c in counters.tolist()]
+    assert rng.uniform(key, counters).tolist() == [uniform(key, c) for c in counters.tolist()]
+
+
+def test_a_key_is_its_streams_own() -> None:
+    assert rng.worker_key(5, 7, 3) == rng.key(5, 0, 7, 3)
+    assert rng.owner_key(5, 7) == rng.key(5, 1, 7)
+
+
+# Kernels -------------------------------------------------------------------------------------------------------------
+
+
+@each_backend
+@pytest.mark.parametrize("amsgrad", [False, True], ids=["", "amsgrad"])
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_encode(backend: str, amsgrad: bool, state_dtype: torch.dtype) -> None:
+    """Three steps of 100 elements, as two runs that start at word 3, with and without a gradient, one of them bad."""
+    count, first = 100, 3 * WORD
+    runs = torch.tensor([[first, 0, WORD, 48, 0], [first + WORD, WORD, count - WORD, 16, 0]])
+    settings = {"beta": 0.7, "eps": 1e-3, "scale": -0.3, "amsgrad": amsgrad}
+    m, b = torch.zeros(first + 2 * WORD, dtype=state_dtype), torch.zeros(first + 2 * WORD, dtype=state_dtype)
+    alive = random_words(5, random(0))
+    alive[4] &= (1 << count - WORD) - 1
+    packets = torch.zeros(64, dtype=torch.uint8)
+    model = [Coordinate(0.0, 0.0) for _ in range(count)]
+    for step in range(3):
+        gradient = torch.randn(count, generator=random(step)) * 10.0 ** torch.arange(-5, 5).repeat(10)
+        gradient[step] = [float("nan"), float("inf"), 1.0][step]
+        grad = None if step == 1 else gradient
+        with kernels_of(backend) as kernels:
+            nonfinite = kernels.birder_encode(runs, grad, m, b, alive, packets, **settings, key=step)
+        bad = False
+        if grad is not None:
+            for coordinate, g in zip(model, grad.tolist(), strict=True):
+                bad |= coordinate.absorb(
+                    g, beta=0.7, scale=-0.3, amsgrad=amsgrad, low_precision=state_dtype == torch.bfloat16
+                )
+        assert nonfinite is bad
+        assert m[first : first + count].tolist() == [coordinate.m for coordinate in model]
+        assert b[first : first + count].tolist() == [coordinate.b for coordinate in model]
+        words = packets.view(torch.int64).tolist()
+        sent = [words[6], words[2]]
+        for i, coordinate in enumerate(model):
+            living = bool(bit_of(alive.tolist(), first + i))
+            assert bit_of(sent, i) == coordinate.bit(first + i, alive=living, eps=1e-3, amsgrad=amsgrad, key=step), i
+        assert sent[1] >> count - WORD == 0  # the padding says nothing
+
+
+@each_backend
+@pytest.mark.parametrize("workers", [1, 2, 3, 4, 5, 7, 8, 13])
+def test_votes(backend: str, workers: int) -> None:
+    first_word, words, key = 2, 3, 2**63 + 11
+    rows = random_bytes(workers, 8 + 8 * words, generator=random(workers))
+    alive = random_words(first_word + words, random(0))
+    planes = workers.bit_length()
+    drawn, counted = torch.zeros(8 * words, dtype=torch.uint8), torch.zeros(8 * words * planes, dtype=torch.uint8)
+    drawn_signal, counted_signal = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+    place = {"first_word": first_word, "words": words, "answer_byte": 0}
+    with kernels_of(backend) as kernels:
+        kernels.vote_bit(rows, 8, alive, **place, answer=drawn, key=key, signal=drawn_signal)
+        kernels.vote_count(rows, 8, alive, **place, planes=planes, answer=counted, signal=counted_signal)
+    votes = [row[8:].clone().view(torch.int64).tolist() for row in rows]
+    total = living = 0
+    for i in range(WORD * words):
+        element = WORD * first_word + i
+        of_workers = [bit_of(row, i) for row in votes]
+        count = [bit_of(counted.view(torch.int64).tolist()[words * p : words * (p + 1)], i) for p in range(planes)]
+        assert sum(bit << p for p, bit in enumerate(count)) == sum(of_workers)
+        answer = bit_of(drawn.view(torch.int64).tolist(), i)
+        if bit_of(alive.tolist(), element):
+            assert answer == of_workers[drawn_worker(key, element, workers)]
+            total += abs(2 * sum(of_workers) - workers)
+            living += 1
+        else:
+            assert answer == max(of_workers)
+    assert drawn_signal.tolist() == counted_signal.tolist() == [total, living]
+
+
+@each_backend
+@pytest.mark.parametrize("workers", [0, 1, 3, 8])
+def test_apply(backend: str, workers: int) -> None:
+    count, first, lr, decay = 100, WORD, 0.37, 0.9
+    planes = max(1, workers.bit_length())
+    plane_bytes = 24
+    answers = random_bytes(8 + planes * plane_bytes, generator=random(1))
+    alive = random_words(3, random(2))
+    x = torch.randn(count, generator=random(3))
+    before = x.tolist()
+    with kernels_of(backend) as kernels:
+        runs = torch.tensor([[first, 0, count, 8, plane_bytes]])
+        kernels.birder_apply(runs, x, None, alive, answers, planes=planes, workers=workers, lr=lr, decay=decay)
+    words = answers.view(torch.int64).tolist()[1:]
+    for i, (old, new) in enumerate(zip(before, x.tolist(), strict=True)):
+        if not bit_of(alive.tolist(), first + i):
+            assert new == old
+            continue
+        votes = sum(bit_of(words[3 * p :], i) << p for p in range(planes))
+        # A single bit is a count of one worker's vote, whatever the number of workers was.
+        cast = workers or 1
+        move = f32((2 * votes - cast) * f32(lr / cast))
+        assert new == f32(f32(old * f32(decay)) - move), i
+
+
+@each_backend
+def test_roll_call_and_adopt(backend: str) -> None:
+    """Two shards of five words from word 3 on, every third word called: 4, 7 | 10."""
+    first_word, shard_words, period, phase, planes = 3, 5, 3, 1, 2
+    called = [[4, 7], [10]]
+    state = torch.rand(13 * WORD, generator=random(0)) * torch.randint(0, 2, (13 * WORD,), generator=random(1))
+    packets = torch.full((2, 40), 0x5A, dtype=torch.uint8)
+    answers = random_bytes(2, 8 + 8 * (planes * shard_words + 2), generator=random(2))
+    alive = random_words(13, random(3))
+    before = alive.tolist()
+    where = {"first_word": first_word, "shard_words": shard_words, "period": period, "phase": phase}
+    with kernels_of(backend) as kernels:
+        kernels.roll_call(state, **where, shards=2, eps=0.25, packets=packets, offset=16)
+        kernels.adopt(alive, **where, answers=answers, byte=8, planes=planes)
+    untouched = 0x5A5A5A5A5A5A5A5A
+    for shard, words in enumerate(called):
+        report = packets[shard].view(torch.int64).tolist()
+        assert report[:2] == [untouched] * 2
+        assert report[2 + len(words) :] == [untouched] * (3 - len(words))
+        for i, word in enumerate(words):
+            for j in range(WORD):
+                assert bit_of(report[2:], WORD * i + j) == int(state[WORD * word + j] > 0.25)
+    for word in range(13):
+        shard, place = divmod(word - first_word, shard_words)
+        if not 0 <= shard < 2:
+            assert alive[word] == before[word]
+            continue
+        answer = answers[shard].view(torch.int64).tolist()[1:]
+        hello = answer[place] | answer[shard_words + place]
+        if word in called[shard]:
+            assert alive[word] == answer[planes * shard_words + called[shard].index(word)]
+        else:
+            assert alive[word] == before[word] | hello

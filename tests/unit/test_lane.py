@@ -1,0 +1,206 @@
+"""The lane keeps order, gives failures to whoever waits, and leaves nothing running behind."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import pytest
+
+from thinwire.wire.lane import Lane
+
+either_kind = pytest.mark.parametrize("threaded", [True, False], ids=["threaded", "unthreaded"])
+SOON = 30.0
+"""Seconds after which something that should happen at once has not happened."""
+
+
+def thread_of(lane: Lane) -> threading.Thread:
+    found: list[threading.Thread] = []
+    lane.submit(lambda: found.append(threading.current_thread()))
+    lane.wait()
+    return found[0]
+
+
+def divide_by_zero() -> None:
+    raise ZeroDivisionError("division by zero")
+
+
+@either_kind
+def test_jobs_run_in_the_order_of_their_submission(threaded: bool) -> None:
+    lane = Lane(threaded=threaded)
+    done: list[int] = []
+    for i in range(500):
+        lane.submit(lambda i=i: done.append(i))
+    lane.wait()
+    assert done == list(range(500))
+
+
+@either_kind
+def test_waiting_for_nothing_returns_at_once(threaded: bool) -> None:
+    lane = Lane(threaded=threaded)
+    lane.wait()
+    lane.wait()
+
+
+def test_an_unthreaded_lane_runs_a_job_before_submit_returns_and_starts_no_thread() -> None:
+    threads = threading.active_count()
+    lane = Lane(threaded=False)
+    assert thread_of(lane) is threading.current_thread()
+    done: list[str] = []
+    lane.submit(lambda: done.append("now"))
+    assert done == ["now"]
+    assert threading.active_count() == threads
+
+
+def test_a_threaded_lane_is_one_thread_that_does_not_keep_the_process_alive() -> None:
+    lane = Lane(threaded=True)
+    thread = thread_of(lane)
+    assert thread is not threading.current_thread()
+    assert thread is thread_of(lane)
+    assert thread.daemon
+    assert thread.name == "thinwire-lane"
+
+
+def test_a_threaded_lane_works_while_its_owner_does_something_else() -> None:
+    lane = Lane(threaded=True)
+    go, done = threading.Event(), threading.Event()
+    lane.submit(lambda: None if go.wait(SOON) else pytest.fail("submit or the next line waited for the job"))
+    lane.submit(done.set)
+    assert not done.is_set()
+    go.set()
+    lane.wait()
+    assert done.is_set()
+
+
+@either_kind
+def test_a_failure_surfaces_where_somebody_waits(threaded: bool) -> None:
+    lane = Lane(threaded=threaded)
+    failure = ValueError("no route to rank 3")
+
+    def fail() -> None:
+        raise failure
+
+    lane.submit(fail)
+    with pytest.raises(RuntimeError, match="no route to rank 3") as caught:
+        lane.wait()
+    assert caught.value.__cause__ is failure
+
+
+@either_kind
+def test_nothing_runs_after_a_failure_and_waiting_fails_ever_after(threaded: bool) -> None:
+    """Ranks may have parted: a bucket exchanged out of step would be averaged with another one."""
+    lane = Lane(threaded=threaded)
+    done: list[str] = []
+    lane.submit(lambda: done.append("before"))
+    lane.submit(divide_by_zero)
+    lane.submit(lambda: done.append("queued"))
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="division") as caught:
+            lane.wait()
+        assert isinstance(caught.value.__cause__, ZeroDivisionError)
+        lane.submit(lambda: done.append("later"))
+    assert done == ["before"]
+
+
+@either_kind
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_even_an_exit_inside_a_job_is_told(threaded: bool, kind: type[BaseException]) -> None:
+    """A thread that died of it in silence would leave `wait` waiting."""
+    lane = Lane(threaded=threaded)
+
+    def leave() -> None:
+        raise kind("out of here")
+
+    lane.submit(leave)
+    with pytest.raises(RuntimeError, match="out of here") as caught:
+        lane.wait()
+    assert isinstance(caught.value.__cause__, kind)
+
+
+@either_kind
+def test_a_job_is_forgotten_before_wait_returns(threaded: bool) -> None:
+    """It holds the optimizer, which whoever waits may want to let go of."""
+
+    class Job:
+        def __call__(self) -> None:
+            pass
+
+    lane = Lane(threaded=threaded)
+    for _ in range(50):
+        job = Job()
+        forgotten = weakref.ref(job)
+        lane.submit(job)
+        del job
+        lane.wait()
+        assert forgotten() is None
+
+
+def test_the_thread_ends_when_its_lane_is_forgotten() -> None:
+    lane = Lane(threaded=True)
+    thread = thread_of(lane)
+    assert thread.is_alive()
+    del lane
+    gc.collect()
+    thread.join(SOON)
+    assert not thread.is_alive()
+
+
+def test_the_thread_of_a_lane_in_a_cycle_ends_when_the_cycle_is_collected() -> None:
+    """As an optimizer is: its jobs are bound to it, and it holds the lane."""
+
+    class Owner:
+        def __init__(self) -> None:
+            self.lane = Lane(threaded=True)
+            self.done = 0
+            self.me = self
+
+        def job(self) -> None:
+            self.done += 1
+
+    owner = Owner()
+    thread = thread_of(owner.lane)
+    owner.lane.submit(owner.job)
+    owner.lane.wait()
+    assert owner.done == 1
+    del owner
+    gc.collect()
+    thread.join(SOON)
+    assert not thread.is_alive()
+
+
+def test_jobs_that_were_submitted_run_even_if_the_lane_is_forgotten() -> None:
+    """The other ranks count on this one for every bucket that it began."""
+    lane = Lane(threaded=True)
+    thread = thread_of(lane)
+    go = threading.Event()
+    done: list[int] = []
+    lane.submit(lambda: None if go.wait(SOON) else pytest.fail("the thread waited for its lane"))
+    for i in range(5):
+        lane.submit(lambda i=i: done.append(i))
+    del lane
+    gc.collect()
+    assert done == []
+    go.set()
+    thread.join(SOON)
+    assert done == list(range(5))
+
+
+def test_many_lanes_do_not_disturb_each_other() -> None:
+    lanes = [Lane(threaded=True) for _ in range(8)]
+    counts = [0] * len(lanes)
+
+    def count(which: int) -> None:
+        counts[which] += 1
+
+    for _ in range(100):
+        for i, lane in enumerate(lanes):
+            lane.submit(lambda i=i: count(i))
+    lanes[3].submit(divide_by_zero)
+    for i, lane in enumerate(lanes):
+        if i == 3:
+            with pytest.raises(RuntimeError, match="division"):
+                lane.wait()
+        else:
+            lane.wait()
+    assert counts == [100] * len(lanes)

@@ -1,0 +1,91 @@
+"""Local workers: what goes wrong in one is said, and none is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from thinwire.cli.launch import WorkerError, run_workers
+
+Report = Callable[[Any], None]
+
+
+def report_pids(report: Report) -> None:
+    """Tell the parent who takes part."""
+    pids = torch.zeros(dist.get_world_size(), dtype=torch.int64)
+    pids[dist.get_rank()] = os.getpid()
+    dist.all_reduce(pids)
+    report(pids.tolist())
+
+
+def fail_on(report: Report, rank: int) -> None:
+    report_pids(report)
+    if dist.get_rank() == rank:
+        raise ValueError(f"rank {rank} does not like this")
+    dist.barrier()
+
+
+def die_on(report: Report, rank: int) -> None:
+    report_pids(report)
+    if dist.get_rank() == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def wait_for_ever(report: Report) -> None:
+    report_pids(report)
+    signal.pause()
+
+
+def assert_gone(pids: list[int]) -> None:
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+@pytest.mark.timeout(90)
+def test_rank_zero_is_heard_and_all_end() -> None:
+    messages: list[list[int]] = []
+    run_workers(report_pids, 2, (), messages.append)
+    assert len(messages) == 1
+    assert len(set(messages[0])) == 2
+    assert_gone(messages[0])
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("rank", [0, 2])
+def test_an_exception_arrives_with_its_traceback(rank: int) -> None:
+    messages: list[list[int]] = []
+    # The others fail as well, because their peer is gone; what is told is the cause.
+    with pytest.raises(WorkerError, match=f"worker {rank} failed:") as caught:
+        run_workers(fail_on, 3, (rank,), messages.append)
+    assert "in fail_on" in str(caught.value)
+    assert f"ValueError: rank {rank} does not like this" in str(caught.value)
+    assert_gone(messages[0])
+
+
+@pytest.mark.timeout(90)
+def test_a_worker_that_is_killed_is_named() -> None:
+    messages: list[list[int]] = []
+    with pytest.raises(WorkerError, match="worker 1 was ended by SIGKILL"):
+        run_workers(die_on, 3, (1,), messages.append)
+    assert_gone(messages[0])
+
+
+@pytest.mark.timeout(90)
+def test_an_interrupt_leaves_no_process_behind() -> None:
+    messages: list[list[int]] = []
+
+    def interrupt(pids: list[int]) -> None:
+        messages.append(pids)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_workers(wait_for_ever, 2, (), interrupt)
+    assert_gone(messages[0])

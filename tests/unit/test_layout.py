@@ -1,0 +1,173 @@
+"""The flat space, for any shapes: every element has one place, and nothing but shapes and world size decides where."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from thinwire.wire.buckets import MAX_ELEMENTS, WORD, Layout, is_dense
+from thinwire.wire.mail import Mail, Payload
+from thinwire.wire.packet import HEADER_BYTES
+
+NUMELS = st.lists(st.one_of(st.integers(0, 3), st.integers(0, 200), st.integers(0, 5000)), max_size=12)
+WORLD_SIZE = st.integers(1, 9)
+BUCKET_ELEMENTS = st.integers(1, 9000)
+PATIENT = settings(deadline=None)  # a busy machine is no finding
+
+
+@PATIENT
+@given(NUMELS, WORLD_SIZE, BUCKET_ELEMENTS)
+def test_parameters_stand_in_reverse_order_at_whole_words(numels: list[int], world_size: int, bucket: int) -> None:
+    slots = Layout(numels, world_size, bucket).slots
+    assert [slot.index for slot in slots] == list(reversed(range(len(numels))))
+    assert [slot.numel for slot in slots] == numels[::-1]
+    end = 0
+    for slot in slots:
+        assert slot.start == end  # no room is wasted beyond the alignment
+        end = math.ceil((slot.start + slot.numel) / WORD) * WORD
+
+
+@PATIENT
+@given(NUMELS, WORLD_SIZE, BUCKET_ELEMENTS)
+def test_buckets_tile_the_space_in_equal_sizes(numels: list[int], world_size: int, bucket: int) -> None:
+    layout = Layout(numels, world_size, bucket)
+    end = 0
+    for expected, b in enumerate(layout.buckets):
+        assert (b.index, b.start, b.shards) == (expected, end, world_size)
+        assert b.stop - b.start == b.shards * b.shard_words * WORD > 0
+        end = b.stop
+    sizes = [b.shard_words for b in layout.buckets]
+    assert len(set(sizes[:-1])) <= 1
+    assert all(last <= first for first, last in pairwise(sizes))
+    used = max((slot.start + slot.numel for slot in layout.slots), default=0)
+    assert used <= layout.size == end
+    assert layout.size - used < WORD * (world_size + 1)  # padding: the last word, and less than a word a shard
+
+
+@PATIENT
+@given(NUMELS, WORLD_SIZE, BUCKET_ELEMENTS)
+def test_every_element_is_in_exactly_one_bucket_and_shard(numels: list[int], world_size: int, bucket: int) -> None:
+    layout = Layout(numels, world_size, bucket)
+    members: dict[int, set[int]] = {b.index: set() for b in layout.buckets}
+    for position, slot in enumerate(layout.slots):
+        end = slot.start
+        for piece in layout.pieces(slot):
+            assert piece.start == end < piece.stop
+            end = piece.stop
+            home = layout.buckets[piece.bucket]
+            shard_start = home.start + piece.shard * home.shard_words * WORD
+            assert shard_start <= piece.start < piece.stop <= shard_start + home.shard_words * WORD
+            assert piece.shard < world_size
+            members[piece.bucket].add(position)
+        assert end == slot.start + slot.numel
+    for b in layout.buckets:
+        assert set(b.slots) >= members[b.index]
+        assert list(b.slots) == sorted(b.slots)
+        assert all(layout.slots[p].numel == 0 for p in set(b.slots) - members[b.index])
+
+
+@PATIENT
+@given(NUMELS, WORLD_SIZE, BUCKET_ELEMENTS, BUCKET_ELEMENTS)
+def test_an_elements_identity_depends_on_shapes_only(numels: list[int], world_size: int, one: int, two: int) -> None:
+    """Random numbers are keyed by it: another bucket size or world size must not move an element."""
+    assert Layout(numels, world_size, one).slots == Layout(numels, 1, two).slots
+
+
+@PATIENT
+@given(NUMELS, WORLD_SIZE, BUCKET_ELEMENTS)
+def test_every_rank_computes_the_same_layout(numels: list[int], world_size: int, bucket: int) -> None:
+    one, other = Layout(numels, world_size, bucket), Layout(list(numels), world_size, bucket)
+    assert (one.slots, one.buckets, one.fingerprint) == (other.slots, other.buckets, other.fingerprint)
+    assert one.fingerprint != Layout([*numels, 1], world_size, bucket).fingerprint
+    assert one.fingerprint != Layout(numels, world_size + 1, bucket).fingerprint
+
+
+@PATIENT
+@given(NUMELS, WORLD_SIZE, BUCKET_ELEMENTS, st.integers(1, 3))
+def test_runs_address_every_word_of_the_packets_once(
+    numels: list[int], world_size: int, bucket: int, planes: int
+) -> None:
+    layout = Layout(numels, world_size, bucket)
+    payload = Payload(up_words=lambda words: words + 1, down_words=lambda words: planes * words + 1)
+    mail = Mail(layout, payload, alone=False)
+    taken_up: set[int] = set()
+    taken_down: set[int] = set()
+    for slot, parts in zip(layout.slots, mail.parts, strict=True):
+        pieces = list(layout.pieces(slot))
+        up = [(part.frame, run) for part in parts for run in part.up_runs.tolist()]
+        down = [(part.frame, run) for part in parts for run in part.down_runs.tolist()]
+        for piece, (frame, run), (_, answer) in zip(pieces, up, down, strict=True):
+            assert frame.bucket.index == piece.bucket
+            assert run[:3] == answer[:3] == [piece.start, piece.start - slot.start, piece.stop - piece.start]
+            packet = frame.sent_at + piece.shard * frame.sent.shape[1]
+            take(run, 1, packet + HEADER_BYTES, packet + frame.up_presence, taken_up)
+            packet = frame.answers_at + piece.shard * frame.answers.shape[1]
+            take(answer, planes, packet + HEADER_BYTES, packet + frame.down_presence, taken_down)
+    assert max(taken_up, default=-8) + 8 <= mail.sent.numel()
+    assert max(taken_down, default=-8) + 8 <= mail.answers.numel()
+    assert sum(mail.parts_in) == sum(map(len, mail.parts))
+
+
+def take(run: list[int], planes: int, start: int, stop: int, taken: set[int]) -> None:
+    """Claim the words of a run, all its planes, within the bytes of a packet from `start` to `stop`."""
+    _, _, count, byte, plane_bytes = run
+    for plane in range(planes):
+        first = byte + plane * plane_bytes
+        words = range(first, first + 8 * math.ceil(count / WORD), 8)
+        assert start <= words.start < words.stop <= stop
+        assert not taken.intersection(words)
+        taken.update(words)
+
+
+@PATIENT
+@given(NUMELS, WORLD_SIZE, BUCKET_ELEMENTS, st.data())
+def test_presence_bits_come_back_as_they_were_written(
+    numels: list[int], world_size: int, bucket: int, data: st.DataObject
+) -> None:
+    layout = Layout(numels, world_size, bucket)
+    mail = Mail(layout, Payload(up_words=lambda words: words, down_words=lambda words: words), alone=False)
+    for frame in mail.frames:
+        bits = data.draw(st.integers(0, 2 ** len(frame.bucket.slots) - 1))
+        mail.write_presence(frame, bits)
+        frame.answers[:] = frame.sent  # here a packet up is as long as one down
+        assert mail.read_presence(frame) == bits
+        assert not mail.sent_memory[frame.sent_at : frame.sent_at + HEADER_BYTES].tobytes().strip(b"\0")
+
+
+SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
+
+
+@PATIENT
+@given(st.lists(SHAPES, min_size=1, max_size=5), WORLD_SIZE)
+def test_views_cover_the_flat_tensor_in_the_parameters_shape(shapes: list[tuple[int, ...]], world_size: int) -> None:
+    layout = Layout([math.prod(shape) for shape in shapes], world_size, 256)
+    flat = torch.zeros(layout.size)
+    for slot in layout.slots:
+        like = torch.empty(shapes[slot.index])
+        view = layout.view(flat, slot, like)
+        assert view.shape == like.shape
+        view += 1
+        assert torch.all(flat[slot.start : slot.start + slot.numel] == 1)
+    assert int(flat.sum()) == sum(math.prod(shape) for shape in shapes)
+
+
+def test_views_follow_channels_last_and_straighten_what_is_not_dense() -> None:
+    layout = Layout([2 * 3 * 4 * 5, 6], 2, 256)
+    flat = torch.zeros(layout.size)
+    image = torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    transposed = torch.empty(2, 3).t()
+    assert is_dense(image)
+    assert not is_dense(transposed)
+    last, first = layout.slots
+    assert layout.view(flat, first, image).stride() == image.stride()
+    assert layout.view(flat, last, transposed).is_contiguous()
+
+
+def test_a_model_beyond_the_random_numbers_is_refused() -> None:
+    with pytest.raises(ValueError, match=f"at most {MAX_ELEMENTS} parameters"):
+        Layout([MAX_ELEMENTS + 1], 2, 1 << 20)

@@ -1,0 +1,269 @@
+"""Every bit of every parameter has one address, inside its own packet; and presence bits come through an exchange.
+
+tests/unit/test_layout.py follows the run tables word by word. Here the mail is used as an optimizer uses it: the real
+codec decides how large packets are, and kernels write through the addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from thinwire.codecs.stochastic_sign import ROLL_PERIOD, Downlink, StochasticSign
+from thinwire.kernels import ops
+from thinwire.wire.buckets import WORD, Layout
+from thinwire.wire.mail import Frame, Mail, Part
+from thinwire.wire.packet import HEADER_BYTES
+
+REFERENCE = ops.BACKENDS["reference"]
+PATIENT = settings(deadline=None, max_examples=50)
+NUMELS = st.lists(st.one_of(st.integers(0, 3), st.integers(0, 300), st.integers(0, 3000)), min_size=1, max_size=10)
+WORLD_SIZE = st.integers(1, 6)
+BUCKET_ELEMENTS = st.integers(1, 4000)
+DOWNLINK = st.sampled_from(["bit", "votes"])
+
+
+def mail_for(numels: list[int], world_size: int, bucket: int, downlink: Downlink = "bit") -> tuple[Mail, int]:
+    """The mail of the stochastic sign, and how many planes of bits its answers have."""
+    layout = Layout(numels, world_size, bucket)
+    codec = StochasticSign(layout, downlink, REFERENCE)
+    return Mail(layout, codec.payload, alone=world_size == 1), codec.planes
+
+
+def runs_of(parts: Iterable[Part]) -> tuple[Tensor, Tensor]:
+    """The run tables, up and down, of all the parts together."""
+    tables = [(part.up_runs, part.down_runs) for part in parts]
+    none = torch.zeros((0, 5), dtype=torch.int64)
+    return torch.cat([none, *(up for up, _ in tables)]), torch.cat([none, *(down for _, down in tables)])
+
+
+def bit_addresses(runs: Tensor, plane: int) -> list[int]:
+    """The address, in bits, of every element."""
+    return [
+        8 * (byte + plane * plane_bytes) + i for _, _, count, byte, plane_bytes in runs.tolist() for i in range(count)
+    ]
+
+
+@PATIENT
+@given(NUMELS, WORLD_SIZE, BUCKET_ELEMENTS, DOWNLINK)
+def test_every_bit_has_an_address_of_its_own(
+    numels: list[int], world_size: int, bucket: int, downlink: Downlink
+) -> None:
+    mail, planes = mail_for(numels, world_size, bucket, downlink)
+    up, down = runs_of(chain.from_iterable(mail.parts))
+    for buffer, runs, planes_here in ((mail.sent, up, 1), (mail.answers, down, planes)):
+        addresses = [bit for plane in range(planes_here) for bit in bit_addresses(runs, plane)]
+        assert len(addresses) == len(set(addresses)) == planes_here * sum(numels)
+        assert all(0 <= bit < 8 * buffer.numel() for bit in addresses)
+
+
+@PATIENT
+@given(NUMELS, WORLD_SIZE, BUCKET_ELEMENTS)
+def test_the_parts_of_a_parameter_cover_it_once_and_in_order(numels: list[int], world_size: int, bucket: int) -> None:
+    mail, _ = mail_for(numels, world_size, bucket)
+    parts_in = [0] * len(mail.frames)
+    for slot, parts in zip(mail.layout.slots, mail.parts, strict=True):
+        for runs in runs_of(parts):
+            end = 0
+            for element, in_param, count, _, _ in runs.tolist():
+                assert in_param == element - slot.start == end
+                assert count > 0
+                end += count
+            assert end == slot.numel
+        homes = [part.frame.bucket.index for part in parts]
+        assert homes == sorted(set(homes))
+        for home in homes:
+            parts_in[home] += 1
+    assert parts_in == mail.parts_in
+    assert all(parts_in)  # else a bucket would never be complete, or never be sent
+
+
+@PATIENT
+@given(NUMELS, WORLD_SIZE, BUCKET_ELEMENTS, DOWNLINK)
+def test_a_run_stays_inside_the_bits_of_the_packet_of_its_shard(
+    numels: list[int], world_size: int, bucket: int, downlink: Downlink
+) -> None:
+    """Header, roll call and presence are out of its reach, and it is at the place that the shard's owner looks at."""
+    mail, planes = mail_for(numels, world_size, bucket, downlink)
+    for part in chain.from_iterable(mail.parts):
+        frame, home = part.frame, part.frame.bucket
+        shard_elements = WORD * home.shard_words
+        for runs, at, packets, presence, planes_here in (
+            (part.up_runs, frame.sent_at, frame.sent, frame.up_presence, 1),
+            (part.down_runs, frame.answers_at, frame.answers, frame.down_presence, planes),
+        ):
+            for element, _, count, byte, plane_bytes in runs.tolist():
+                assert home.start <= element < home.stop
+                shard, offset = divmod(element - home.start, shard_elements)
+                assert offset + count <= shard_elements
+                assert byte == at + shard * packets.shape[1] + HEADER_BYTES + offset // 8
+                assert plane_bytes == 8 * home.shard_words
+                roll_call = 8 * -(-home.shard_words // ROLL_PERIOD)
+                assert HEADER_BYTES + planes_here * plane_bytes + roll_call == presence
+                assert presence == packets.shape[1] - 8 * frame.presence_words
+
+
+@PATIENT
+@given(NUMELS, WORLD_SIZE, BUCKET_ELEMENTS, DOWNLINK)
+def test_frames_fill_the_buffers_without_gaps_or_overlap(
+    numels: list[int], world_size: int, bucket: int, downlink: Downlink
+) -> None:
+    mail, _ = mail_for(numels, world_size, bucket, downlink)
+    sent_at = answers_at = 0
+    for frame in mail.frames:
+        assert (frame.sent_at, frame.answers_at) == (sent_at, answers_at)
+        assert frame.sent.data_ptr() == mail.sent.data_ptr() + sent_at
+        assert frame.answers.data_ptr() == mail.answers.data_ptr() + answers_at
+        assert frame.sent.shape == frame.received.shape
+        assert frame.sent.shape[0] == frame.answers.shape[0] == world_size
+        assert frame.sent.is_contiguous()
+        assert frame.answers.is_contiguous()
+        assert frame.received.is_contiguous()
+        assert frame.sent.shape[1] % 8 == frame.answers.shape[1] % 8 == 0  # words stay aligned
+        sent_at += frame.sent.numel()
+        answers_at += frame.answers.numel()
+    assert (sent_at, answers_at) == (mail.sent.numel(), mail.answers.numel())
+
+
+@PATIENT
+@given(NUMELS, BUCKET_ELEMENTS)
+def test_a_worker_alone_reads_what_it_wrote(numels: list[int], bucket: int) -> None:
+    mail, _ = mail_for(numels, 1, bucket)
+    for frame in mail.frames:
+        assert frame.received.data_ptr() == frame.sent.data_ptr()
+        mail.sent_memory[frame.sent_at] = 77
+        assert mail.received_memory[frame.sent_at] == frame.received[0, 0] == 77
+
+
+def test_workers_with_peers_receive_all_buckets_in_one_place() -> None:
+    """The lane handles one at a time: more room would be memory for nothing."""
+    mail, _ = mail_for([5000, 700], 3, 1000)
+    assert len(mail.frames) > 3
+    assert len({frame.received.data_ptr() for frame in mail.frames}) == 1
+    assert len(mail.received_memory) == max(frame.sent.numel() for frame in mail.frames)
+    assert mail.frames[0].received.data_ptr() not in {frame.sent.data_ptr() for frame in mail.frames}
+
+
+# What kernels write arrives ------------------------------------------------------------------------------------------
+
+
+@PATIENT
+@given(NUMELS, WORLD_SIZE, BUCKET_ELEMENTS, st.integers(0, 2**32 - 1))
+def test_bits_encoded_through_the_runs_are_found_by_the_owners(
+    numels: list[int], world_size: int, bucket: int, seed: int
+) -> None:
+    """Element e of the flat space is bit e - start of its shard's packet, whichever parameter it belongs to."""
+    mail, _ = mail_for(numels, world_size, bucket)
+    size = mail.layout.size
+    present = torch.zeros(size, dtype=torch.bool)
+    for slot in mail.layout.slots:
+        present[slot.start : slot.start + slot.numel] = True
+    flat = torch.rand(size, generator=torch.Generator().manual_seed(seed)) * present
+    for part in chain.from_iterable(mail.parts):
+        REFERENCE.birder_encode(
+            part.up_runs,
+            None,
+            torch.zeros(size),
+            flat,
+            torch.zeros(size // WORD, dtype=torch.int64),
+            mail.sent,
+            beta=0.0,
+            eps=0.5,
+            scale=1.0,
+            amsgrad=False,
+            key=0,
+        )
+    hellos = torch.zeros(0, dtype=torch.bool)
+    for frame in mail.frames:
+        for packet in frame.sent:
+            bits = packet[HEADER_BYTES : HEADER_BYTES + 8 * frame.bucket.shard_words, None] >> torch.arange(8) & 1
+            hellos = torch.cat([hellos, bits.flatten() == 1])
+    assert torch.equal(hellos, flat > 0.5)
+
+
+# Presence ------------------------------------------------------------------------------------------------------------
+
+
+def answer_presence(frame: Frame, shard: int) -> None:
+    """What an owner does with the presence bits that it has received."""
+    REFERENCE.vote_bit(
+        frame.received,
+        frame.up_presence,
+        None,
+        first_word=0,
+        words=frame.presence_words,
+        answer=frame.answers[shard],
+        answer_byte=frame.down_presence,
+        key=0,
+        signal=None,
+    )
+
+
+@PATIENT
+@given(NUMELS, WORLD_SIZE, BUCKET_ELEMENTS)
+def test_a_parameter_has_a_presence_bit_of_its_own_in_every_bucket(
+    numels: list[int], world_size: int, bucket: int
+) -> None:
+    mail, _ = mail_for(numels, world_size, bucket)
+    for position, parts in enumerate(mail.parts):
+        for part in parts:
+            assert part.presence == 1 << list(part.frame.bucket.slots).index(position)
+            assert part.presence < 1 << WORD * part.frame.presence_words
+
+
+@PATIENT
+@given(NUMELS, st.integers(2, 5), st.integers(500, 4000), DOWNLINK, st.data())
+def test_a_parameter_is_present_when_any_worker_has_it(
+    numels: list[int], world_size: int, bucket: int, downlink: Downlink, data: st.DataObject
+) -> None:
+    """An exchange among mails of one process: packet j of worker i becomes row i at owner j."""
+    workers = [mail_for(numels, world_size, bucket, downlink)[0] for _ in range(world_size)]
+    for frames in zip(*(mail.frames for mail in workers), strict=True):
+        parameters = len(frames[0].bucket.slots)
+        bits = [data.draw(st.integers(0, 2**parameters - 1)) for _ in workers]
+        for mail, frame, present in zip(workers, frames, bits, strict=True):
+            mail.write_presence(frame, present)
+        for owner, frame in enumerate(frames):
+            for worker, sender in enumerate(frames):
+                frame.received[worker] = sender.sent[owner]
+            answer_presence(frame, owner)
+        for frame in frames:
+            for owner, answered in enumerate(frames):
+                frame.answers[owner] = answered.answers[owner]
+        union = 0
+        for present in bits:
+            union |= present
+        for mail, frame in zip(workers, frames, strict=True):
+            assert mail.read_presence(frame) == union
+
+
+@pytest.mark.parametrize("parameters", [1, 63, 64, 65, 130])
+def test_presence_of_many_parameters_takes_whole_words_and_touches_nothing_else(parameters: int) -> None:
+    mail, _ = mail_for([1] * parameters, 2, 10**6)
+    (frame,) = mail.frames
+    assert frame.presence_words == -(-parameters // 64)
+    mail.sent.fill_(0xA5)
+    present = (1 << parameters) - 1
+    mail.write_presence(frame, present)
+    for packet in frame.sent:
+        assert bool((packet[: frame.up_presence] == 0xA5).all())
+        words = packet[frame.up_presence :].contiguous().numpy().tobytes()
+        assert int.from_bytes(words, "little") == present
+    mail.write_presence(frame, 0)
+    assert not bool(frame.sent[:, frame.up_presence :].any())
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("numels", [[], [0], [0, 0, 0]], ids=str)
+def test_nothing_to_send_needs_no_mail(numels: list[int], world_size: int) -> None:
+    """A model of which everything is frozen or empty."""
+    mail, _ = mail_for(numels, world_size, 1000)
+    assert mail.frames == []
+    assert mail.sent.numel() == mail.answers.numel() == 0
+    assert mail.parts == [[] for _ in numels]

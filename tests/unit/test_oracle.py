@@ -1,0 +1,95 @@
+"""The oracle judges the product, so what can be known about it without the product is checked here."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.oracles.birder import BirderOracle, Group, draw, drawn_worker, key, mix, splitmix, worker_uniform
+
+
+def mix_in_plain_integers(c: int, k: int) -> int:
+    x = c ^ (k & 0xFFFFFFFF)
+    x ^= x >> 16
+    x = x * 0x7FEB352D % 2**32
+    x ^= x >> 15
+    x = (x + (k >> 32)) % 2**32
+    x = x * 0x846CA68B % 2**32
+    x ^= x >> 16
+    x = x * 0x9E3779B1 % 2**32
+    return x ^ (x >> 15)
+
+
+def test_splitmix_gives_the_published_sequence() -> None:
+    # The first outputs of SplitMix64 started at 0 and at 1234567, as its reference implementations print them.
+    assert splitmix(0) == 0xE220A8397B1DCDAF
+    assert splitmix(1234567) == 6457827717110365317
+
+
+def test_mix_equals_plain_integers() -> None:
+    counters = np.array([0, 1, 31, 2**31, 2**32 - 1], dtype=np.uint32)
+    for k in (0, 1, key(7, 0, 1, 2), 2**64 - 1):
+        assert mix(counters, k).tolist() == [mix_in_plain_integers(int(c), k) for c in counters]
+
+
+def test_draw_uses_the_high_half_of_the_counter() -> None:
+    counters = np.array([5, 5 + 2**32], dtype=np.uint64)
+    k = key(3, 0, 9, 1)
+    assert draw(k, counters).tolist() == [
+        mix_in_plain_integers(5, splitmix(k)),
+        mix_in_plain_integers(5, splitmix(k + 1)),
+    ]
+
+
+def test_worker_uniform_is_24_bits_in_its_interval() -> None:
+    r = worker_uniform(1, 2, 3, np.arange(100_000)).astype(np.float64)
+    assert -1 <= r.min() < r.max() < 1
+    assert np.all(r * 2**23 == np.round(r * 2**23))
+    assert abs(r.mean()) < 5 * np.sqrt(1 / 3 / r.size)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 5, 8])
+def test_every_worker_is_drawn_equally_often(workers: int) -> None:
+    size = 60_000
+    counts = np.bincount(drawn_worker(4, 1, workers, np.arange(size)), minlength=workers)
+    sigma = np.sqrt(size * (1 / workers) * (1 - 1 / workers))
+    assert counts.sum() == size
+    assert np.all(np.abs(counts - size / workers) <= 5 * sigma)
+
+
+def test_a_certain_sign_moves_by_the_learning_rate() -> None:
+    oracle = BirderOracle([Group([np.array([1.0, -2.0, 3.0])], lr=0.5, weight_decay=0.1)], workers=2)
+    gradient = np.array([1.0, -1.0, 0.0])
+    outcome = oracle.step([[gradient], [gradient]])
+    assert outcome.moved[0].tolist() == [True, True, False]
+    np.testing.assert_allclose(oracle.values[0], [0.95 - 0.5, -1.9 + 0.5, 3.0], rtol=1e-12)
+
+
+def test_what_never_had_a_gradient_rests_and_hello_wakes_it_for_the_next_step() -> None:
+    oracle = BirderOracle([Group([np.ones(2)], lr=0.5)], workers=2)
+    quiet, loud = np.array([1.0, 0.0]), np.array([1.0, 1.0])
+    for gradients in ([quiet, quiet], [quiet, quiet], [quiet, loud]):
+        oracle.step([[g] for g in gradients])
+        assert oracle.values[0][1] == 1.0
+    assert oracle.step([[quiet], [loud]]).moved[0].tolist() == [True, True]
+    assert abs(oracle.values[0][1] - 1.0) == 0.5
+
+
+def test_roll_call_lays_a_stopped_coordinate_to_rest() -> None:
+    oracle = BirderOracle([Group([np.zeros(2)], lr=1.0)], workers=1)
+    for step in range(1, 400):
+        oracle.step([[np.array([1.0, 1.0 if step < 10 else 0.0])]])
+        # Word 0 is called at multiples of 256; 0.8^246 is far below eps.
+        assert oracle.parameters[0].alive.tolist() == [True, step < 256]
+
+
+def test_nonfinite_skips_and_spares_the_element() -> None:
+    oracle = BirderOracle([Group([np.zeros(2)], lr=1.0)], workers=2)
+    fine = np.array([1.0, 1.0])
+    assert oracle.step([[fine], [np.array([np.nan, 1.0])]]).skipped
+    (p,) = oracle.parameters
+    assert p.value.tolist() == [0.0, 0.0]
+    assert p.alive.all()
+    np.testing.assert_allclose(p.b, [[0.2, 0.2], [0.0, 0.2]])
+    assert not oracle.step([[fine], [fine]]).skipped
+    assert np.abs(p.value).tolist() == [1.0, 1.0]
