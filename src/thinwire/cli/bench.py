@@ -61,7 +61,7 @@ def exchange(
     repeats: _Repeats = 11,
     batch: Annotated[int, typer.Option(min=1, help="Windows of 64 characters a rank, for the training step.")] = 8,
     downlink: Annotated[str, typer.Option(help="bit or votes.")] = "bit",
-    bucket_mb: Annotated[float, typer.Option(help="Birder's bucket_mb.")] = 8.0,
+    bucket_mb: Annotated[float | None, typer.Option(help="Birder's bucket_mb.")] = None,
     json_file: _Json = None,
 ) -> None:
     """A whole update and a training step between local ranks, against all-reduce + AdamW and DDP + AdamW."""

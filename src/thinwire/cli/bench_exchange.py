@@ -33,7 +33,7 @@ class Plan:
     repeats: int
     batch: int
     downlink: str
-    bucket_mb: float
+    bucket_mb: float | None
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ def demo(
         ),
     ] = None,
     ranks: Annotated[int, _integer(1, "Worker processes on this machine.")] = 4,
-    steps: Annotated[int, _integer(1, "Training steps of each run.")] = 500,
+    steps: Annotated[int, _integer(1, "Training steps of each run.")] = 400,
     optimizer: Annotated[
         str,
         typer.Option(callback=_known_optimizer, help=f"What takes AdamW's place: {', '.join(CHALLENGERS)}."),

@@ -35,6 +35,7 @@ from thinwire.wire.mail import Frame, Mail, Part, Payload
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 _DTYPES = (torch.float32, *_LOW_PRECISION)
+_ELEMENTS_PER_MB = 2**20 // 4
 
 
 class WireOptimizer(Optimizer, abc.ABC):
@@ -60,11 +61,11 @@ class WireOptimizer(Optimizer, abc.ABC):
         *,
         seed: int,
         process_group: dist.ProcessGroup | None,
-        bucket_mb: float,
+        bucket_mb: float | None,
     ) -> None:
         if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
             raise ValueError(f"seed={seed!r}: expected an integer in [0, 2**63)")
-        if not 0 < bucket_mb < math.inf:
+        if bucket_mb is not None and not 0 < bucket_mb < math.inf:
             raise ValueError(f"bucket_mb={bucket_mb!r}: expected a positive number, in megabytes of fp32 gradient")
         self._seed = seed
         self._bucket_mb = bucket_mb
@@ -156,7 +157,8 @@ class WireOptimizer(Optimizer, abc.ABC):
             names = ", ".join(sorted(map(str, devices)))
             raise ValueError(f"parameters on devices {names}: an optimizer needs all its parameters on one device")
         self._kernels = ops.backend(devices.pop() if devices else torch.device("cpu"))
-        layout = Layout([p.numel() for p, _ in owned], self.peers.size, int(self._bucket_mb * 2**20 / 4))
+        numels = [p.numel() for p, _ in owned]
+        layout = Layout(numels, self.peers.size, _bucket_elements(self._bucket_mb, sum(numels)))
         self.flat_params: list[Tensor] = [owned[slot.index][0] for slot in layout.slots]
         """The parameters that take part, in the order of the flat space."""
         self._group_index = [owned[slot.index][1] for slot in layout.slots]
@@ -349,6 +351,14 @@ class WireOptimizer(Optimizer, abc.ABC):
     def metrics(self) -> Metrics:
         """What the run has cost so far, on this rank."""
         return self._meter.read(self._mean_abs_vote())
+
+
+def _bucket_elements(bucket_mb: float | None, elements: int) -> int:
+    if bucket_mb is not None:
+        return max(1, int(bucket_mb * _ELEMENTS_PER_MB))
+    # An exchange costs some wake-ups of threads whatever its size, so the fewer the better; but four hide three
+    # quarters of the wire behind backward, and beyond 32 MB nothing is gained.
+    return min(max(elements // 4, 4 * _ELEMENTS_PER_MB), 32 * _ELEMENTS_PER_MB)
 
 
 def _gradient_of(p: Tensor) -> Tensor | None:

@@ -56,7 +56,8 @@ class Birder(WireOptimizer):
             removes the second sampling's noise for ceil(log2(n+1)) bits down instead of one.
         seed: of the sampling; the same on all ranks.
         process_group: the ranks that train together; the default group if None.
-        bucket_mb: size of an exchange, in megabytes of fp32 gradient. Results do not depend on it.
+        bucket_mb: size of an exchange, in megabytes of fp32 gradient; if None a quarter of the model, within 4 to 32.
+            Results do not depend on it.
         state_dtype: of m and b. torch.bfloat16 halves the memory and the traffic of the local step.
 
     When not to use it:
@@ -93,7 +94,7 @@ class Birder(WireOptimizer):
         downlink: Downlink = "bit",
         seed: int = 0,
         process_group: dist.ProcessGroup | None = None,
-        bucket_mb: float = 8.0,
+        bucket_mb: float | None = None,
         state_dtype: torch.dtype = torch.float32,
     ) -> None:
         if downlink not in get_args(Downlink):
