@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -78,7 +78,8 @@ class Training:
     model: Callable[[], nn.Module] = token_net
     loss: Callable[[nn.Module, int, int], torch.Tensor] = token_loss
     steps: int = 6
-    microbatches: int = 1
+    microbatches: Sequence[int] = (1,)
+    """How many backward passes a step has, in turn."""
     sync_every_microbatch: bool = False
     attach: bool = False
     ddp: Mapping[str, Any] = field(default_factory=dict)
@@ -95,11 +96,11 @@ def train(rank: int, world_size: int, training: Training) -> list[str]:
             thinwire.attach(ddp, optimizer)
         digests = []
         for step in range(training.steps):
-            for micro in range(training.microbatches):
-                last = micro == training.microbatches - 1
-                synchronise = last or training.sync_every_microbatch
+            passes = training.microbatches[step % len(training.microbatches)]
+            for micro in range(passes):
+                synchronise = micro == passes - 1 or training.sync_every_microbatch
                 with nullcontext() if ddp is None or synchronise else ddp.no_sync():
-                    training.loss(ddp or net, rank, step * training.microbatches + micro).backward()
+                    training.loss(ddp or net, rank, 10 * step + micro).backward()
             optimizer.step()
             optimizer.zero_grad()
             digests.append(digest(net.parameters()))

@@ -65,8 +65,13 @@ def stop_and_return(step: int, worker: int, workers: int, shapes: Sequence[tuple
 
 
 def sometimes_nonfinite(step: int, worker: int, workers: int, shapes: Sequence[tuple[int, ...]]) -> Gradients:
-    """Bad values on one worker at a time: in the first step already, in two parameters, and at two steps running."""
+    """Bad values on one worker at a time: in the first step already, in two parameters, and at two steps running.
+
+    Row 20 has its first gradient in a step that is skipped: its hello is not heard, and it says hello again.
+    """
     gradients = noisy(step, worker, workers, shapes)
+    if step < 7:
+        gradients[3][20] = 0
     if step in (1, 7, 8, 15) and worker == step % workers:
         gradients[0][2, 3:9] = np.nan
         gradients[3][0, 0] = np.inf if step % 2 else -np.inf

@@ -110,6 +110,9 @@ class Exchange:
         self._peers = peers
         self._group = group
         self._meter = meter
+        # gloo gathers around a ring, step by step, and takes more than twice the time of an all-to-all of the same
+        # bytes (measured with 4 ranks on loopback, 32 kB to 1 MB a packet).
+        self._copies_are_faster = group is not None and dist.get_backend(group) == dist.Backend.GLOO
 
     def run(self, frame: Frame, step: int, flags: int, merge: Callable[[Frame, int], None]) -> int:
         """Send a bucket's packets to the owners, answer for the own shard with `merge`, and gather all answers.
@@ -138,12 +141,19 @@ class Exchange:
         )
         if self._group is not None:
             with self._meter.wire:
-                # Flat, because gloo takes no rows.
-                _all_gather(frame.answers.view(-1), frame.answers[self._peers.rank], group=self._group)
+                self._gather(frame)
             self._count(frame)
         if refusal is not None:
             raise refusal
         return self._check_answers(frame, step, flags)
+
+    def _gather(self, frame: Frame) -> None:
+        answer = frame.answers[self._peers.rank]
+        if self._copies_are_faster:
+            frame.copies.copy_(answer)
+            dist.all_to_all_single(frame.answers, frame.copies, group=self._group)
+        else:
+            _all_gather(frame.answers.view(-1), answer, group=self._group)
 
     def _header(self, packets: Tensor, frame: Frame, step: int, sender: int, flags: int) -> packet.Header:
         length = packets.shape[1] - packet.HEADER_BYTES

@@ -37,6 +37,8 @@ class Frame:
     sent: Tensor
     answers: Tensor
     received: Tensor
+    copies: Tensor
+    """Room for an answer to every rank, in the place of what was received."""
     sent_at: int
     """The byte of `Mail.sent` at which this bucket's packets begin."""
     answers_at: int
@@ -73,13 +75,13 @@ class Mail:
         n = layout.world_size
         self.sent = torch.zeros(n * sum(up for _, up, _, _ in geometry), dtype=torch.uint8)
         self.answers = torch.zeros(n * sum(down for _, _, down, _ in geometry), dtype=torch.uint8)
-        # The lane handles one bucket at a time, so all of them are received in the same place. A worker without
-        # peers reads what it has "sent".
-        room = 0 if alone else n * max((up for _, up, _, _ in geometry), default=0)
-        self._received = torch.zeros(room, dtype=torch.uint8)
+        # The lane handles one bucket at a time, so all of them are received, and later copied for sending, in the same
+        # place. A worker without peers reads what it has "sent".
+        room = 0 if alone else n * max((max(up, down) for _, up, down, _ in geometry), default=0)
+        self._scratch = torch.zeros(room, dtype=torch.uint8)
         self.sent_memory = _memory(self.sent)
         self.answers_memory = _memory(self.answers)
-        self.received_memory = self.sent_memory if alone else _memory(self._received)
+        self.received_memory = self.sent_memory if alone else _memory(self._scratch)
         self.frames: list[Frame] = []
         sent_at = answers_at = 0
         for bucket, up, down, presence in geometry:
@@ -88,7 +90,8 @@ class Mail:
                 bucket=bucket,
                 sent=sent,
                 answers=self.answers[answers_at : answers_at + n * down].view(n, down),
-                received=sent if alone else self._received[: n * up].view(n, up),
+                received=sent if alone else self._scratch[: n * up].view(n, up),
+                copies=self._scratch[: 0 if alone else n * down].view(-1, down),
                 sent_at=sent_at,
                 answers_at=answers_at,
                 up_presence=up - WORD_BYTES * presence,
