@@ -63,8 +63,7 @@ def attach(
     # From here on all ranks are known to be equal, so whatever is refused is refused by all.
     model.register_comm_hook(None, _leave_as_it_is)
     _refuse_join(model)
-    if overlap:
-        _Overlap(model, optimizer, names, grad_scaler)
+    _Watch(model, optimizer, names, grad_scaler, overlap=overlap)
 
 
 def _refuse_what_does_not_fit(model: DistributedDataParallel, optimizer: WireOptimizer) -> None:
@@ -111,8 +110,8 @@ def _refuse_join(model: DistributedDataParallel) -> None:
     model.join_hook = join_hook  # type: ignore[method-assign]
 
 
-class _Overlap:
-    """Encodes gradients as autograd accumulates them.
+class _Watch:
+    """Sees gradients as autograd accumulates them, and has them encoded when they are ready.
 
     How often autograd accumulates into a parameter before a step is learnt from the steps themselves: once as a rule,
     more often with reentrant checkpointing or several backward passes. The last time is when the gradient is ready.
@@ -125,27 +124,37 @@ class _Overlap:
         optimizer: WireOptimizer,
         names: dict[Tensor, str],
         grad_scaler: torch.amp.GradScaler | None,
+        *,
+        overlap: bool,
     ) -> None:
+        self._model = model
         self._optimizer = optimizer
         self._names = names
         self._grad_scaler = grad_scaler
+        self._overlap = overlap
         self._synchronises = False
-        self._expected = [0] * len(optimizer.flat_params)
-        self._seen = [0] * len(optimizer.flat_params)
+        parameters = len(optimizer.flat_params)
+        self._touched = [False] * parameters
+        self._expected = [0] * parameters
+        self._seen = [0] * parameters
         model.register_forward_pre_hook(self._before_forward)
         for position, p in enumerate(optimizer.flat_params):
             if p in names:
                 p.register_post_accumulate_grad_hook(self._when_accumulated(position))
+        if model.find_unused_parameters or model.static_graph:
+            # DDP then puts zeros where this rank had no gradient but another had one. They are no gradient.
+            optimizer.is_unused = self._is_unused
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
 
-    def _before_forward(self, model: nn.Module, _: object) -> None:
+    def _before_forward(self, *_: object) -> None:
         # DDP decides in forward whether the next backward synchronises: no_sync() must be around both.
         if torch.is_grad_enabled():
-            self._synchronises = bool(model.require_backward_grad_sync)
+            self._synchronises = self._overlap and self._model.require_backward_grad_sync
 
     def _when_accumulated(self, position: int) -> Callable[[Tensor], None]:
-        def ready(p: Tensor) -> None:
+        def accumulated(p: Tensor) -> None:
+            self._touched[position] = True
             if not self._synchronises:
                 return
             self._seen[position] += 1
@@ -158,7 +167,10 @@ class _Overlap:
                     "backward of a step under no_sync(), or attach with overlap=False"
                 )
 
-        return ready
+        return accumulated
+
+    def _is_unused(self, position: int) -> bool:
+        return not self._touched[position] and self._optimizer.flat_params[position] in self._names
 
     def _scale(self) -> float:
         return 1.0 if self._grad_scaler is None else 1.0 / self._grad_scaler.get_scale()
@@ -173,3 +185,4 @@ class _Overlap:
     def _after_step(self, *_: object) -> None:
         self._expected = [max(pair) for pair in zip(self._expected, self._seen, strict=True)]
         self._seen = [0] * len(self._seen)
+        self._touched = [False] * len(self._touched)

@@ -20,7 +20,9 @@ def _loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     return model(batch).square().mean()
 
 
-def _train(rank: int, world_size: int, *, scaled: bool, attached: bool, overflow: bool = False) -> tuple[str, int, float]:
+def _train(
+    rank: int, world_size: int, *, scaled: bool, attached: bool, overflow: bool = False
+) -> tuple[str, int, float]:
     torch.manual_seed(0)
     net = nn.Linear(20, 70)
     model = DDP(net) if attached else net

@@ -367,7 +367,7 @@ def test_apply_to_masters_whose_parameter_was_loaded(low_dtype: torch.dtype | No
     loaded=st.booleans(),
     x_off=st.integers(0, 9),
     lr=st.one_of(st.just(0.0), st.floats(0, 10)),
-    decay=st.one_of(st.just(1.0), st.floats(-1, 1)),
+    decay=st.one_of(st.just(1.0), st.floats(0.1, 1), st.floats(-1, -0.1)),  # 0 times infinity is some NaN or other
 )
 def test_apply_whatever_it_is_given(**case: Any) -> None:
     same_everywhere("birder_apply", **apply_case(**case))

@@ -61,13 +61,17 @@ def uniform(key: int, element: int) -> float:
     return ((h - U32 if h >= U32 // 2 else h) >> 8) * 2.0**-23
 
 
+def owner_number(key: int, level: int, element: int) -> int:
+    """U_l, whose highest bit comes from the level's first plane."""
+    planes = [draw(splitmix((key + 24 * level + i) % U64), element >> 5) >> element % 32 & 1 for i in range(24)]
+    return int("".join(map(str, planes)), 2)
+
+
 def drawn_worker(key: int, element: int, workers: int) -> int:
     low, high, level = 0, workers, 0
     while high - low > 1:
-        planes = [draw(splitmix((key + 24 * level + i) % U64), element >> 5) >> element % 32 & 1 for i in range(24)]
-        u = int("".join(map(str, planes)), 2)
         middle = low + (high - low + 1) // 2
-        if u < (middle - low) * 2**24 // (high - low):
+        if owner_number(key, level, element) < (middle - low) * 2**24 // (high - low):
             high = middle
         else:
             low = middle
@@ -200,6 +204,28 @@ def test_votes(backend: str, workers: int) -> None:
         else:
             assert answer == max(of_workers)
     assert drawn_signal.tolist() == counted_signal.tolist() == [total, living]
+
+
+@each_backend
+@pytest.mark.parametrize(
+    ("key", "element", "beside", "drawn"),
+    [(21069, 11, 0, {2}), (1990736, 30, 0, {2}), (1472420, 10, -1, {0, 1}), (1229465, 12, -1, {0, 1})],
+)
+def test_a_draw_on_the_threshold_goes_right(backend: str, key: int, element: int, beside: int, drawn: set[int]) -> None:
+    """One draw in 2**24 meets it, so these were searched for; an owner that asked <= or rounded up would differ."""
+    assert owner_number(key, 0, element) == 2 * 2**24 // 3 + beside
+    answer = torch.zeros(8, dtype=torch.uint8)
+    place = {"first_word": 0, "words": 1, "answer_byte": 0}
+    taken: set[int] = set()
+    for worker in range(3):
+        rows = torch.zeros(3, 8, dtype=torch.uint8)
+        rows[worker] = 255
+        with kernels_of(backend) as kernels:
+            kernels.vote_bit(rows, 0, torch.tensor([-1]), **place, answer=answer, key=key, signal=None)
+        if bit_of(answer.view(torch.int64).tolist(), element):
+            taken.add(worker)
+    assert taken == {drawn_worker(key, element, 3)}
+    assert taken <= drawn
 
 
 @each_backend

@@ -27,15 +27,12 @@ from thinwire.kernels import ops
 from thinwire.metrics import Meter, Metrics
 from thinwire.optimizers import _state_dict
 from thinwire.optimizers._agreement import require_agreement
+from thinwire.optimizers._inputs import LOW_PRECISION, check_dtypes, gradient_of
 from thinwire.wire import packet
-from thinwire.wire.buckets import WORD, Layout, is_dense
+from thinwire.wire.buckets import WORD, Layout, bucket_elements, is_dense
 from thinwire.wire.exchange import Exchange, Peers
 from thinwire.wire.lane import Lane
 from thinwire.wire.mail import Frame, Mail, Part, Payload
-
-_LOW_PRECISION = (torch.bfloat16, torch.float16)
-_DTYPES = (torch.float32, *_LOW_PRECISION)
-_ELEMENTS_PER_MB = 2**20 // 4
 
 
 class WireOptimizer(Optimizer, abc.ABC):
@@ -53,6 +50,9 @@ class WireOptimizer(Optimizer, abc.ABC):
     # GradScaler would otherwise decide a rank at a time whether step() is called, and the others would wait for ever.
     _step_supports_amp_scaling = True
     _mail: Mail | None = None
+
+    is_unused: Callable[[int], bool] = staticmethod(lambda position: False)
+    """Whether what stands in `.grad` of a parameter is no gradient of this rank; `attach` may know."""
 
     def __init__(
         self,
@@ -133,18 +133,20 @@ class WireOptimizer(Optimizer, abc.ABC):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, as in torch.optim; possible until the first step or `attach`."""
-        if self._prepared:
+        if self._prepared or self._step_count > 0:
             raise RuntimeError(
                 "add_param_group after the first step or attach: all ranks have agreed on a layout by now. Give the "
                 "optimizer all parameters when it is made, and freeze with requires_grad_(False) what shall wait"
             )
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        self._check_group(group)
-        for p in group["params"]:
-            if p.dtype not in _DTYPES:
-                hint = "; torch.view_as_real gives a real one" if p.is_complex() else ""
-                raise TypeError(f"a parameter of {p.dtype}: expected float32, bfloat16 or float16{hint}")
+        try:
+            self._check_group(group)
+            check_dtypes(group["params"])
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+        _state_dict.label(self, group)
         if self._mail is not None:
             self._build()
 
@@ -158,7 +160,7 @@ class WireOptimizer(Optimizer, abc.ABC):
             raise ValueError(f"parameters on devices {names}: an optimizer needs all its parameters on one device")
         self._kernels = ops.backend(devices.pop() if devices else torch.device("cpu"))
         numels = [p.numel() for p, _ in owned]
-        layout = Layout(numels, self.peers.size, _bucket_elements(self._bucket_mb, sum(numels)))
+        layout = Layout(numels, self.peers.size, bucket_elements(self._bucket_mb, sum(numels)))
         self.flat_params: list[Tensor] = [owned[slot.index][0] for slot in layout.slots]
         """The parameters that take part, in the order of the flat space."""
         self._group_index = [owned[slot.index][1] for slot in layout.slots]
@@ -170,7 +172,7 @@ class WireOptimizer(Optimizer, abc.ABC):
             for name, flat in flat_state.items():
                 packed = flat.numel() != layout.size
                 state[name] = flat[slot.start // WORD : slot.stop // WORD] if packed else layout.view(flat, slot, p)
-            if p.dtype in _LOW_PRECISION:
+            if p.dtype in LOW_PRECISION:
                 order = torch.preserve_format if is_dense(p) else torch.contiguous_format
                 state["master"] = torch.empty_like(p, dtype=torch.float32, memory_format=order).copy_(p.detach())
             self.state[p] = state
@@ -215,7 +217,7 @@ class WireOptimizer(Optimizer, abc.ABC):
         }
         for i, group in enumerate(self.param_groups):
             for key, value in group.items():
-                if key not in ("params", "param_names"):
+                if key not in ("params", "param_names", *_state_dict.LABELS):
                     description[f"{key} of parameter group {i}"] = float(value) if isinstance(value, Tensor) else value
         for i, p in enumerate(reversed(self.flat_params)):
             description[f"parameter {i}"] = (names.get(p, "unnamed"), tuple(p.shape), str(p.dtype), p.stride())
@@ -250,9 +252,10 @@ class WireOptimizer(Optimizer, abc.ABC):
                 loss = closure()
         scale = self._amp_scale()
         self._refuse_thawed()
-        rest = [(i, _gradient_of(p)) for i, p in enumerate(self.flat_params) if not self._encoded[i]]
+        rest = [position for position, encoded in enumerate(self._encoded) if not encoded]
+        gradients = [None if self.is_unused(i) else gradient_of(self.flat_params[i]) for i in rest]
         self.prepare()
-        for position, grad in rest:
+        for position, grad in zip(rest, gradients, strict=True):
             self.encode(position, grad, scale)
         flags = self._settle(self._wait())
         if flags & packet.NONFINITE:
@@ -281,7 +284,7 @@ class WireOptimizer(Optimizer, abc.ABC):
 
     def encode_early(self, position: int, scale: float) -> None:
         """Encode one parameter's gradient before `step()` asks for it. Called by `attach` during backward."""
-        self.encode(position, _gradient_of(self.flat_params[position]), scale)
+        self.encode(position, gradient_of(self.flat_params[position]), scale)
 
     def encode(self, position: int, grad: Tensor | None, scale: float) -> None:
         """Apply the local rule to one parameter, and give the lane all buckets that are complete by now."""
@@ -351,34 +354,3 @@ class WireOptimizer(Optimizer, abc.ABC):
     def metrics(self) -> Metrics:
         """What the run has cost so far, on this rank."""
         return self._meter.read(self._mean_abs_vote())
-
-
-def _bucket_elements(bucket_mb: float | None, elements: int) -> int:
-    if bucket_mb is not None:
-        return max(1, int(bucket_mb * _ELEMENTS_PER_MB))
-    # An exchange costs some wake-ups of threads whatever its size, so the fewer the better; but four hide three
-    # quarters of the wire behind backward, and beyond 32 MB nothing is gained.
-    return min(max(elements // 4, 4 * _ELEMENTS_PER_MB), 32 * _ELEMENTS_PER_MB)
-
-
-def _gradient_of(p: Tensor) -> Tensor | None:
-    """The gradient in the memory order of its parameter; a copy only where the two differ.
-
-    Raises:
-        TypeError: for gradients that cannot be encoded.
-    """
-    grad = p.grad
-    if grad is None:
-        return None
-    if grad.layout != torch.strided:
-        raise TypeError(
-            f"a gradient with layout {grad.layout} for a parameter of shape {tuple(p.shape)}: thinwire needs dense "
-            "gradients, for nn.Embedding that is sparse=False (rows without a gradient cost one bit and do not move)"
-        )
-    if grad.dtype not in _DTYPES:
-        raise TypeError(f"a gradient of {grad.dtype}: expected float32, bfloat16 or float16")
-    if not is_dense(p):
-        return grad.contiguous()
-    if grad.stride() == p.stride() or (grad.is_contiguous() and p.is_contiguous()):
-        return grad
-    return torch.empty_like(p, dtype=grad.dtype).copy_(grad)

@@ -18,21 +18,20 @@ if TYPE_CHECKING:
     from thinwire.optimizers._base import WireOptimizer
 
 _CLASS, _WORLD_SIZE, _RANK = "wire_class", "wire_world_size", "wire_rank"
+LABELS = (_CLASS, _WORLD_SIZE, _RANK)
+"""Entries of every parameter group that tell whose state it is: tools that take state dicts apart and put them together
+again (DCP, Accelerate) keep nothing but the groups and the parameters' state."""
+
+
+def label(optimizer: WireOptimizer, group: dict[str, Any]) -> None:
+    """Write into a group whose state it is."""
+    group.update(zip(LABELS, (type(optimizer).__name__, optimizer.peers.size, optimizer.peers.rank), strict=True))
 
 
 def install(optimizer: WireOptimizer) -> None:
     """Register the hooks."""
-    optimizer.register_state_dict_post_hook(_label)
     optimizer.register_load_state_dict_pre_hook(_take_out)
     optimizer.register_load_state_dict_post_hook(_copy_in)
-
-
-def _label(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    # In the groups, because tools that re-assemble state dicts (DCP, Accelerate) keep nothing but groups and state.
-    for group in state_dict["param_groups"]:
-        group[_CLASS] = type(optimizer).__name__
-        group[_WORLD_SIZE] = optimizer.peers.size  # type: ignore[attr-defined]
-        group[_RANK] = optimizer.peers.rank  # type: ignore[attr-defined]
 
 
 def _take_out(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -40,6 +39,7 @@ def _take_out(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any
     groups = [dict(group) for group in state_dict["param_groups"]]
     for group in groups:
         _check_label(optimizer, group)
+        label(optimizer, group)  # type: ignore[arg-type]
     saved_ids = [saved for group in groups for saved in group["params"]]
     params = [p for group in optimizer.param_groups for p in group["params"]]
     if len(saved_ids) != len(params):
@@ -70,7 +70,7 @@ def _take_out(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any
 
 
 def _check_label(optimizer: Optimizer, group: dict[str, Any]) -> None:
-    name, size, rank = group.pop(_CLASS, None), group.pop(_WORLD_SIZE, None), group.pop(_RANK, None)
+    name, size, rank = (group.get(entry) for entry in LABELS)
     own = type(optimizer).__name__
     peers = optimizer.peers  # type: ignore[attr-defined]
     if name != own:

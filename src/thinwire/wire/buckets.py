@@ -20,6 +20,9 @@ MAX_ELEMENTS = 1 << 36
 """Beyond this the counters of the owners' random numbers would need more than 32 bits."""
 
 
+_ELEMENTS_PER_MB = 2**20 // 4
+
+
 @dataclass(frozen=True)
 class Slot:
     """One parameter's place: its number among the parameters, its first element, and how many there are."""
@@ -124,6 +127,15 @@ class Layout:
         """The part of a flat tensor that belongs to a parameter, in the shape and memory order of `like`."""
         stride = like.stride() if is_dense(like) else torch.empty(like.shape, device="meta").stride()
         return flat.as_strided(like.shape, stride, flat.storage_offset() + slot.start)
+
+
+def bucket_elements(bucket_mb: float | None, elements: int) -> int:
+    """How many elements a bucket of `bucket_mb` MB of fp32 has; None leaves the choice to us."""
+    if bucket_mb is not None:
+        return max(1, int(bucket_mb * _ELEMENTS_PER_MB))
+    # An exchange costs some wake-ups of threads whatever its size, so the fewer the better; but four hide three
+    # quarters of the wire behind backward, and beyond 32 MB nothing is gained.
+    return min(max(elements // 4, 4 * _ELEMENTS_PER_MB), 32 * _ELEMENTS_PER_MB)
 
 
 def is_dense(tensor: Tensor) -> bool:
