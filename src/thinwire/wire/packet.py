@@ -51,9 +51,10 @@ class Header:
             RuntimeError: naming the first field that differs.
         """
         magic, version, flags, *fields = _HEADER.unpack_from(memory, at)
-        names = ("magic", "version", "greeting", "step", "bucket", "sender", "length", "layout")
-        received = (magic, version, flags & GREETING, *fields)
-        wanted = (MAGIC, VERSION, self.flags & GREETING, self.step, self.bucket, self.sender, self.length, self.layout)
+        # The greeting last: whoever differs in the step may differ in the greeting for that reason.
+        names = ("magic", "version", "step", "bucket", "sender", "length", "layout", "greeting")
+        received = (magic, version, *fields, flags & GREETING)
+        wanted = (MAGIC, VERSION, self.step, self.bucket, self.sender, self.length, self.layout, self.flags & GREETING)
         for name, got, want in zip(names, received, wanted, strict=True):
             if got != want:
                 raise RuntimeError(
