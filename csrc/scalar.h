@@ -29,6 +29,17 @@ THINWIRE_INLINE float float_of(u32 x) {
 
 THINWIRE_INLINE float magnitude(float f) { return float_of(bits_of(f) & 0x7FFFFFFFu); }
 
+// Bit j of a lane's 32, looked up instead of shifted into place: SSE2 cannot shift each element by another amount, and
+// compilers would give up on the whole loop.
+struct Bits {
+  u32 at[32] = {};
+  constexpr Bits() {
+    for (int j = 0; j < 32; ++j) at[j] = 1u << j;
+  }
+  constexpr u32 operator[](int j) const { return at[j]; }
+};
+constexpr Bits kBit;
+
 struct bf16 {
   u16 raw;
 };
@@ -60,13 +71,23 @@ THINWIRE_INLINE void store(f16 &to, float f) {
   const u32 x = bits_of(f);
   const u32 sign = (x >> 16) & 0x8000u;
   const u32 a = x & 0x7FFFFFFFu;
-  const u32 normal = (a + 0xC8000FFFu + ((a >> 13) & 1u)) >> 13;
+  // From 65536 on everything is infinite, and NaN is infinity with one bit more: no third and fourth way to select.
+  const u32 c = a < 0x47800000u ? a : 0x47800000u;
+  const u32 normal = (c + 0xC8000FFFu + ((c >> 13) & 1u)) >> 13;
   // Adding 1/2 lets the floating-point unit round a subnormal half to its last bit.
-  const u32 subnormal = bits_of(float_of(a) + 0.5f) - 0x3F000000u;
-  u32 h = a < 0x38800000u ? subnormal : normal;
-  h = a >= 0x477FF000u ? 0x7C00u : h;
-  h = a > 0x7F800000u ? 0x7E00u : h;
+  const u32 subnormal = bits_of(float_of(c) + 0.5f) - 0x3F000000u;
+  const u32 h = (c < 0x38800000u ? subnormal : normal) | u32(a > 0x7F800000u) << 9;
   to.raw = u16(sign | h);
+}
+
+// Stores a number that is not NaN, or leaves what is there. One select only: where a second one (for NaN, as in store)
+// depends on the first, GCC 12 makes branches of both and then a mask for every path, at twice the time.
+THINWIRE_INLINE void store_if(bool wanted, float &to, float f) { to = wanted ? f : to; }
+
+THINWIRE_INLINE void store_if(bool wanted, bf16 &to, float f) {
+  const u32 x = bits_of(f);
+  const u32 rounded = (x + 0x7FFFu + ((x >> 16) & 1u)) >> 16;
+  to.raw = u16(wanted ? rounded : to.raw);
 }
 
 THINWIRE_INLINE bool same(const bf16 &a, const bf16 &b) { return a.raw == b.raw; }

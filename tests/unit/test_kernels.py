@@ -356,6 +356,16 @@ def test_apply_to_masters_whose_parameter_was_loaded(low_dtype: torch.dtype | No
         same_everywhere("birder_apply", **case)
 
 
+@each_low
+def test_apply_to_a_part_of_a_parameter_leaves_the_rest_alone(low_dtype: torch.dtype | None) -> None:
+    """A big parameter has a part in each of several buckets, and they are applied one after the other."""
+    case = apply_case(1000, seed=2, pieces=4, low_dtype=low_dtype, loaded=True)
+    runs = case.pop("runs")
+    assert runs.shape[0] > 2
+    for part in (runs[1:2], runs[2:], runs[:1]):
+        same_everywhere("birder_apply", runs=part, **case)
+
+
 @PATIENT
 @given(
     count=COUNTS,

@@ -169,6 +169,29 @@ def test_the_thread_of_a_lane_in_a_cycle_ends_when_the_cycle_is_collected() -> N
     assert not thread.is_alive()
 
 
+def test_a_lane_that_failed_is_forgotten_like_any_other() -> None:
+    """The traceback of its failure knows the owner; a thread that kept it would keep the owner's m and b for ever."""
+
+    class Owner:
+        def __init__(self) -> None:
+            self.lane = Lane(threaded=True)
+
+        def fail(self) -> None:
+            raise ValueError("no route to rank 3")
+
+    owner = Owner()
+    thread = thread_of(owner.lane)
+    owner.lane.submit(owner.fail)
+    with pytest.raises(RuntimeError, match="no route"):
+        owner.lane.wait()
+    forgotten = weakref.ref(owner)
+    del owner
+    gc.collect()
+    assert forgotten() is None
+    thread.join(SOON)
+    assert not thread.is_alive()
+
+
 def test_jobs_that_were_submitted_run_even_if_the_lane_is_forgotten() -> None:
     """The other ranks count on this one for every bucket that it began."""
     lane = Lane(threaded=True)

@@ -98,7 +98,6 @@ def _update(report: Report, plan: Plan) -> tuple[Row, Row]:
     def all_reduce_and_adamw() -> None:
         assert theirs.grad is not None
         dist.all_reduce(theirs.grad)
-        theirs.grad.div_(dist.get_world_size())
         adamw.step()
 
     metrics = birder.metrics()

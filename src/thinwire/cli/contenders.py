@@ -12,8 +12,6 @@ from torch import nn
 import thinwire
 
 WEIGHT_DECAY = 0.1
-# The whole of a model this small fits into one bucket of the default size, and then nothing could overlap.
-BUCKET_MB = 0.5
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ def _birder(downlink: str, seed: int) -> Contender:
     # The vote count has less noise than a single bit, so it bears longer steps and a shorter memory.
     lr, beta = {"bit": (4e-3, 0.8), "votes": (6e-3, 0.7)}[downlink]
     settings = {"lr": lr, "beta": beta, "weight_decay": WEIGHT_DECAY, "downlink": downlink, "seed": seed}
-    return Contender("DDP + Birder", thinwire.Birder, settings | {"bucket_mb": BUCKET_MB})
+    return Contender("DDP + Birder", thinwire.Birder, settings)
 
 
 # What `--optimizer` offers. A new optimizer is one line: its name, and its settings for a downlink and a seed.

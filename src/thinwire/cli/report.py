@@ -76,16 +76,14 @@ def _notes(baseline: Outcome, challenger: Outcome) -> dict[str, str]:
         "means over workers. Validation and the extra passes are in no time shown.",
         "Sent": f"{baseline.label}: theoretical, 2(n-1)/n × 4 bytes a parameter, a ring all-reduce of fp32 gradients. "
         f"{challenger.label}: counted.",
-        "Predicted, not measured": "max(forward + backward, sent / link) + optimizer.",
+        "Predicted, not measured": "max(forward + backward, sent / link) + optimizer, as if the exchange overlapped perfectly.",
     }
     if challenger.metrics is not None:
         parts = ", ".join(
             f"{name} {_milliseconds(challenger.metrics[f'{name}_seconds'] / challenger.steps)}"
             for name in ("encode", "wire", "vote", "apply")
         )
-        notes[f"Inside {challenger.label}"] = (
-            f"{parts}, a step on worker 0. wire and vote run beside backward, in a thread of their own."
-        )
+        notes[f"Inside {challenger.label}"] = f"{parts}, a step on worker 0; wire includes waiting for slower workers."
     return notes
 
 

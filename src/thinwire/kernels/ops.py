@@ -37,6 +37,7 @@ def _table(name: str, module: ModuleType) -> Kernels:
 
 BACKENDS = {"reference": _table("reference", reference), "native": _table("native", native)}
 
+_REMEDY = "Install a C++ compiler (Debian: apt-get install g++) and then thinwire again."
 _said_so = False
 
 
@@ -47,7 +48,9 @@ def backend(device: torch.device) -> Kernels:
     wanted = os.environ.get("THINWIRE_KERNELS", "")
     if wanted and wanted not in BACKENDS:
         raise ValueError(f"THINWIRE_KERNELS={wanted!r}: expected one of {', '.join(sorted(BACKENDS))}")
-    if not wanted and not native.available():
+    if wanted != "reference" and not native.available():
+        if wanted == "native":
+            raise RuntimeError(f"THINWIRE_KERNELS=native, but {native.PATH} does not exist. {_REMEDY}")
         _say_once_that_reference_runs()
         wanted = "reference"
     chosen = BACKENDS[wanted or "native"]
@@ -62,8 +65,8 @@ def _say_once_that_reference_runs() -> None:
     if not _said_so:
         _said_so = True
         warnings.warn(
-            "thinwire was installed without its native kernels and runs the torch reference, about 20 times slower. "
-            "Install a C++ compiler (Debian: apt-get install g++) and then thinwire again.",
+            "thinwire was installed without its native kernels and runs the torch reference, many times slower. "
+            + _REMEDY,
             RuntimeWarning,
             stacklevel=3,
         )

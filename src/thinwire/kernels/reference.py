@@ -204,19 +204,20 @@ def birder_apply(
     lr: float,
     decay: float,
 ) -> None:
-    """Move and decay the living coordinates of one parameter by the packed answer.
+    """Move and decay the living coordinates of a parameter's runs by the packed answer.
 
     `workers` is 0 when the answer is a sign, else it is the number of votes that the planes count. `x` is fp32: the
     parameter itself, or the master of the low-precision parameter `low`. A master that no longer rounds to `low`
     (somebody loaded weights) is replaced by it first.
     """
     master = _flat(x)
-    if low is not None:
-        narrow = _flat(low)
-        master.copy_(
-            torch.where(master.to(low.dtype).view(torch.int16) == narrow.view(torch.int16), master, narrow.float())
-        )
     for element, in_param, count, byte, plane_bytes in runs.tolist():
+        here = slice(in_param, in_param + count)
+        old = master[here]
+        if low is not None:
+            narrow = _flat(low)[here]
+            rounds_to_it = old.to(low.dtype).view(torch.int16) == narrow.view(torch.int16)
+            old.copy_(torch.where(rounds_to_it, old, narrow.float()))
         words = -(-count // 64)
         living = unpack(alive[element // 64 : element // 64 + words])[:count]
         counts = torch.zeros(count, dtype=torch.int64)
@@ -226,7 +227,6 @@ def birder_apply(
             move = -((2 * counts - workers).to(torch.float32) * (lr / workers))
         else:
             move = (1 - 2 * counts).to(torch.float32) * lr
-        old = master[in_param : in_param + count]
         old.copy_(torch.where(living, old * decay + move, old))
-    if low is not None:
-        _flat(low).copy_(master)
+        if low is not None:
+            _flat(low)[here] = old

@@ -15,6 +15,12 @@ from collections.abc import Callable
 Job = Callable[[], None]
 
 
+class _Failure:
+    """The exception that stopped a lane, once there is one."""
+
+    exception: BaseException | None = None
+
+
 class Lane:
     """Runs jobs in order, on a thread of its own, or at once on the caller's when `threaded` is false.
 
@@ -23,12 +29,16 @@ class Lane:
     """
 
     def __init__(self, *, threaded: bool) -> None:
-        self._jobs: queue.Queue[Job | None] = queue.Queue()
-        self._failures: list[BaseException] = []
+        self._failure = _Failure()
         self._threaded = threaded
         if threaded:
-            # The thread knows the queue and not the lane, so that a forgotten lane is collected and its thread ends.
-            threading.Thread(target=_work, args=(self._jobs, self._failures), name="thinwire-lane", daemon=True).start()
+            # The garbage collector may find a forgotten lane at any moment, even while the lane's own thread is inside
+            # the queue. Only a SimpleQueue can be put something into then; a Queue would wait for itself.
+            self._jobs: queue.SimpleQueue[Job | threading.Event | None] = queue.SimpleQueue()
+            # The thread knows neither the lane nor, for long, its failure, whose traceback knows the owner of the lane:
+            # what is forgotten is collected, and the thread ends.
+            arguments = (self._jobs, weakref.ref(self._failure))
+            threading.Thread(target=_work, args=arguments, name="thinwire-lane", daemon=True).start()
             weakref.finalize(self, self._jobs.put, None)
 
     def submit(self, job: Job) -> None:
@@ -36,7 +46,7 @@ class Lane:
         if self._threaded:
             self._jobs.put(job)
         else:
-            _run(job, self._failures)
+            _run(job, self._failure)
 
     def wait(self) -> None:
         """Return when all jobs are done.
@@ -44,24 +54,30 @@ class Lane:
         Raises:
             RuntimeError: from the exception of the job that failed.
         """
-        self._jobs.join()
-        if self._failures:
-            failure = self._failures[0]
+        if self._threaded:
+            reached = threading.Event()
+            self._jobs.put(reached)
+            reached.wait()
+        failure = self._failure.exception
+        if failure is not None:
             raise RuntimeError(f"thinwire's exchange failed: {failure}") from failure
 
 
-def _work(jobs: queue.Queue[Job | None], failures: list[BaseException]) -> None:
+def _work(jobs: queue.SimpleQueue[Job | threading.Event | None], failure_of_lane: weakref.ref[_Failure]) -> None:
+    forgotten = _Failure()  # when the lane is gone nobody will ask, but the last jobs run: other ranks count on them
     while (job := jobs.get()) is not None:
-        _run(job, failures)
-        # Before task_done: a job holds the optimizer, and whoever waits may be about to let go of it.
+        if isinstance(job, threading.Event):
+            job.set()
+        else:
+            _run(job, failure_of_lane() or forgotten)
+        # A job holds the optimizer, and whoever waits may be about to let go of it.
         del job
-        jobs.task_done()
 
 
-def _run(job: Job, failures: list[BaseException]) -> None:
-    if failures:
+def _run(job: Job, failure: _Failure) -> None:
+    if failure.exception is not None:
         return
     try:
         job()
-    except BaseException as failure:  # raised again, on the thread that waits
-        failures.append(failure)
+    except BaseException as exception:  # raised again, on the thread that waits
+        failure.exception = exception

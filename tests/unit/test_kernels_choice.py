@@ -1,0 +1,89 @@
+"""Which kernels run: the fastest there are, what the environment says, and a word when they are missing."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from tests.unit.kernel_cases import ISAS, kernels_of
+from thinwire.kernels import native, ops
+
+CPU = torch.device("cpu")
+needs_native = pytest.mark.skipif(not ISAS, reason="this installation has no native kernels")
+
+
+@pytest.fixture(autouse=True)
+def no_wishes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The suite itself may run under these variables."""
+    monkeypatch.delenv("THINWIRE_KERNELS", raising=False)
+    monkeypatch.delenv("THINWIRE_ISA", raising=False)
+
+
+@pytest.fixture
+def without_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an installation without a C++ compiler has found when it was imported."""
+    monkeypatch.setattr(native, "_library", None)
+    monkeypatch.setattr(ops, "_said_so", False)
+
+
+@needs_native
+def test_native_kernels_run_unless_the_environment_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ops.backend(CPU).name == "native"
+    for name in ("reference", "native"):
+        monkeypatch.setenv("THINWIRE_KERNELS", name)
+        assert ops.backend(CPU).name == name
+
+
+@needs_native
+def test_the_environment_chooses_the_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    with kernels_of(native.isa()):  # puts back what was in use
+        for isa in ISAS:
+            monkeypatch.setenv("THINWIRE_ISA", isa)
+            assert ops.backend(CPU).name == "native"
+            assert native.isa() == isa
+
+
+def test_a_misspelt_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("THINWIRE_KERNELS", "natvie")
+    with pytest.raises(ValueError, match="THINWIRE_KERNELS='natvie': expected one of native, reference"):
+        ops.backend(CPU)
+
+
+@needs_native
+def test_an_instruction_set_that_is_not_there_is_refused_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = native.isa()
+    monkeypatch.setenv("THINWIRE_ISA", "mmx")
+    with pytest.raises(ValueError, match=f"THINWIRE_ISA='mmx': .* it uses '{before}'"):
+        ops.backend(CPU)
+    assert native.isa() == before
+
+
+def test_other_devices_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="device 'meta': thinwire's kernels run on 'cpu'"):
+        ops.backend(torch.device("meta"))
+
+
+@pytest.mark.usefixtures("without_library")
+def test_without_native_kernels_the_reference_runs_and_says_so_once() -> None:
+    with pytest.warns(RuntimeWarning, match=r"without its native kernels .* Install a C\+\+ compiler"):
+        assert ops.backend(CPU).name == "reference"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert ops.backend(CPU).name == "reference"
+
+
+@pytest.mark.usefixtures("without_library")
+def test_who_asks_for_the_reference_is_not_told_to_install_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("THINWIRE_KERNELS", "reference")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert ops.backend(CPU).name == "reference"
+
+
+@pytest.mark.usefixtures("without_library")
+def test_native_kernels_that_are_missing_are_not_replaced_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("THINWIRE_KERNELS", "native")
+    with pytest.raises(RuntimeError, match=r"_native.so does not exist. Install a C\+\+ compiler"):
+        ops.backend(torch.device("cpu"))
