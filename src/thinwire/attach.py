@@ -1,9 +1,9 @@
 """Inside DDP: who calls the optimizer, and when.
 
-DDP stays in charge of everything but the averaging of gradients: it is given a communication hook that leaves its
-buckets as they are. The optimizer encodes a parameter's gradient the moment autograd has accumulated it, on the thread
-that computed it and while it is warm in the cache, and its lane exchanges the bits while backward goes on. `.grad`
-stays the local gradient.
+DDP stays in charge of everything but the gradients. It believes that every backward runs under its own `no_sync()`, so
+that it neither copies gradients into its buckets nor back, and fills in nothing for unused parameters. The optimizer
+encodes a parameter's gradient the moment autograd has accumulated it, on the thread that computed it and while it is
+warm in the cache, and its lane exchanges the bits while backward goes on. `.grad` stays the local gradient.
 """
 
 # No `from __future__ import annotations` here: DDP inspects the annotations of its hook and wants types, not strings.
@@ -61,7 +61,7 @@ def attach(
     names = {p: name for name, p in model.module.named_parameters()}
     optimizer.prepare(names)
     # From here on all ranks are known to be equal, so whatever is refused is refused by all.
-    model.register_comm_hook(None, _leave_as_it_is)
+    model.register_comm_hook(None, _never_called)
     _refuse_join(model)
     _Watch(model, optimizer, names, grad_scaler, overlap=overlap)
 
@@ -93,10 +93,12 @@ def _refuse_what_does_not_fit(model: DistributedDataParallel, optimizer: WireOpt
             )
 
 
-def _leave_as_it_is(_: object, bucket: GradBucket) -> Future[Tensor]:
-    done: Future[Tensor] = Future()
-    done.set_result(bucket.buffer())
-    return done
+def _never_called(_: object, bucket: GradBucket) -> Future[Tensor]:
+    # It is registered all the same: DDP then refuses another hook, which would never be called either.
+    raise RuntimeError(
+        f"DDP was about to exchange its bucket {bucket.index()}, but the model is attached to thinwire: was "
+        "require_backward_grad_sync changed between forward and backward?"
+    )
 
 
 def _refuse_join(model: DistributedDataParallel) -> None:
@@ -132,30 +134,36 @@ class _Watch:
         self._names = names
         self._grad_scaler = grad_scaler
         self._overlap = overlap
-        self._synchronises = False
-        parameters = len(optimizer.flat_params)
-        self._touched = [False] * parameters
-        self._expected = [0] * parameters
-        self._seen = [0] * parameters
+        self._user_synchronises = True
+        self._encodes = False
+        self._expected = [0] * len(optimizer.flat_params)
+        self._seen = [0] * len(optimizer.flat_params)
         model.register_forward_pre_hook(self._before_forward)
+        model.register_forward_hook(self._after_forward, always_call=True)
+        # With a static graph DDP puts its first exchange off to the end of backward. Tell it that this has been done.
+        model._static_graph_delay_allreduce_enqueued = True
         for position, p in enumerate(optimizer.flat_params):
             if p in names:
                 p.register_post_accumulate_grad_hook(self._when_accumulated(position))
-        if model.find_unused_parameters or model.static_graph:
-            # DDP then puts zeros where this rank had no gradient but another had one. They are no gradient.
-            optimizer.is_unused = self._is_unused
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
 
     def _before_forward(self, *_: object) -> None:
-        # DDP decides in forward whether the next backward synchronises: no_sync() must be around both.
+        # DDP decides in forward whether the next backward synchronises (no_sync() must be around both), and so do we.
         if torch.is_grad_enabled():
-            self._synchronises = self._overlap and self._model.require_backward_grad_sync
+            self._user_synchronises = self._model.require_backward_grad_sync
+            self._encodes = self._overlap and self._user_synchronises
+            self._model.require_backward_grad_sync = False
+
+    def _after_forward(self, *_: object) -> None:
+        if torch.is_grad_enabled():
+            self._model.require_backward_grad_sync = self._user_synchronises
+            # What DDP itself notes after a forward that will synchronise: buffers are broadcast before the next one.
+            self._model.require_forward_param_sync = self._user_synchronises
 
     def _when_accumulated(self, position: int) -> Callable[[Tensor], None]:
         def accumulated(p: Tensor) -> None:
-            self._touched[position] = True
-            if not self._synchronises:
+            if not self._encodes:
                 return
             self._seen[position] += 1
             if self._seen[position] == self._expected[position]:
@@ -168,9 +176,6 @@ class _Watch:
                 )
 
         return accumulated
-
-    def _is_unused(self, position: int) -> bool:
-        return not self._touched[position] and self._optimizer.flat_params[position] in self._names
 
     def _scale(self) -> float:
         return 1.0 if self._grad_scaler is None else 1.0 / self._grad_scaler.get_scale()
@@ -185,4 +190,3 @@ class _Watch:
     def _after_step(self, *_: object) -> None:
         self._expected = [max(pair) for pair in zip(self._expected, self._seen, strict=True)]
         self._seen = [0] * len(self._seen)
-        self._touched = [False] * len(self._touched)

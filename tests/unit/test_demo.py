@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -12,11 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from thinwire.cli.app import app
 from thinwire.cli.charlm import Corpus
-from thinwire.cli.training import _is_due, _learning_rate_factor
+from thinwire.cli.report import Comparison, print_comparison
+from thinwire.cli.training import Outcome, StepSeconds, _is_due, _learning_rate_factor
 
 SCRIPT = Path(sysconfig.get_path("scripts"), "thinwire")
 TINY = ("--layers", "1", "--width", "32", "--context", "16", "--batch", "2")
@@ -119,6 +122,36 @@ def test_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: l
     result = CliRunner().invoke(app, ["demo", *arguments], env={"COLUMNS": "200", "NO_COLOR": "1"})
     assert result.exit_code == 2
     assert message in re.sub(r"\s+", " ", result.output)
+
+
+def outcome(label: str, compute: float, step: float) -> Outcome:
+    return Outcome(
+        label=label,
+        settings={},
+        ranks=4,
+        steps=1,
+        parameters=1000,
+        validation_loss=2.0,
+        bytes_sent_per_step=6000.0,
+        seconds=StepSeconds(step, compute, step - compute, 0.0),
+        training_losses=[2.0],
+        cumulative_seconds=[step],
+        cumulative_bytes=[6000.0],
+        validation_losses=[(1, 2.0)],
+        metrics=None,
+    )
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("challenger_compute", "comparable"), [(0.0793, False), (0.095, True)])
+def test_a_machine_that_was_not_equally_fast_gets_no_ratio(challenger_compute: float, comparable: bool) -> None:
+    comparison = Comparison(outcome("before", 0.096, 0.1158), outcome("after", challenger_compute, 0.0965))
+    console = Console(file=io.StringIO(), width=100)
+    print_comparison(console, comparison)
+    printed = console.file.getvalue()  # type: ignore[attr-defined]
+    assert comparison.times_are_comparable is comparable
+    assert ("1.2×" in printed) is comparable
+    assert ("No ratio of step times" in printed) is not comparable
 
 
 @pytest.mark.timeout(60)

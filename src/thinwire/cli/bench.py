@@ -59,7 +59,7 @@ def exchange(
     ranks: Annotated[int, typer.Option(min=2, help="Local processes.")] = 4,
     elements: Annotated[int, typer.Option(min=4096, help="Size of the update.")] = 25_000_000,
     repeats: _Repeats = 11,
-    batch: Annotated[int, typer.Option(min=1, help="Windows of 64 characters a rank, for the training step.")] = 8,
+    batch: Annotated[int, typer.Option(min=1, help="Windows of 64 characters a rank, for the training step.")] = 2,
     downlink: Annotated[str, typer.Option(help="bit or votes.")] = "bit",
     bucket_mb: Annotated[float | None, typer.Option(help="Birder's bucket_mb.")] = None,
     json_file: _Json = None,

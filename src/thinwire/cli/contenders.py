@@ -28,13 +28,13 @@ class Contender:
 
 
 def adamw() -> Contender:
-    """What everybody uses today, with the learning rate that did best for this kind of model."""
+    """What everybody uses today; 5e-3 did best of 2e-3, 3e-3, 5e-3 and 8e-3 in 500 steps of the demo, with one seed."""
     settings = {"lr": 5e-3, "betas": (0.9, 0.99), "weight_decay": WEIGHT_DECAY, "fused": True}
     return Contender("DDP + AdamW", torch.optim.AdamW, settings)
 
 
 def _birder(downlink: str, seed: int) -> Contender:
-    # The vote count has less noise than a single bit, so it bears longer steps and a shorter memory.
+    # From a study of 800 steps on tinyshakespeare, a model of the same size.
     lr, beta = {"bit": (4e-3, 0.8), "votes": (6e-3, 0.7)}[downlink]
     settings = {"lr": lr, "beta": beta, "weight_decay": WEIGHT_DECAY, "downlink": downlink, "seed": seed}
     return Contender("DDP + Birder", thinwire.Birder, settings)

@@ -51,9 +51,6 @@ class WireOptimizer(Optimizer, abc.ABC):
     _step_supports_amp_scaling = True
     _mail: Mail | None = None
 
-    is_unused: Callable[[int], bool] = staticmethod(lambda position: False)
-    """Whether what stands in `.grad` of a parameter is no gradient of this rank; `attach` may know."""
-
     def __init__(
         self,
         params: ParamsT,
@@ -253,7 +250,7 @@ class WireOptimizer(Optimizer, abc.ABC):
         scale = self._amp_scale()
         self._refuse_thawed()
         rest = [position for position, encoded in enumerate(self._encoded) if not encoded]
-        gradients = [None if self.is_unused(i) else gradient_of(self.flat_params[i]) for i in rest]
+        gradients = [gradient_of(self.flat_params[position]) for position in rest]
         self.prepare()
         for position, grad in zip(rest, gradients, strict=True):
             self.encode(position, grad, scale)
