@@ -27,7 +27,7 @@ namespace {
 bool always() { return true; }
 
 #if defined(THINWIRE_HAS_AVX2) || defined(THINWIRE_HAS_AVX512)
-// The features that -march=x86-64-v3 and -v4 let the compiler use and that one of our loops could meet.
+// What CMakeLists.txt lets the compiler use.
 bool has_avx2() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") &&
          __builtin_cpu_supports("fma") && __builtin_cpu_supports("popcnt");

@@ -7,7 +7,7 @@ warm in the cache, and its lane exchanges the bits while backward goes on. `.gra
 """
 
 # No `from __future__ import annotations` here: DDP inspects the annotations of its hook and wants types, not strings.
-from collections.abc import Callable
+import weakref
 from typing import Any, NoReturn
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from thinwire.optimizers._base import WireOptimizer
 
@@ -31,8 +32,9 @@ def attach(
     DDP no longer averages gradients; the optimizer exchanges its bits while backward runs. Results are equal, to the
     bit, to those without `attach` on a model that nobody averages.
 
-    `no_sync()` accumulates as ever. Gradients are encoded as backward produces them, so what changes `.grad` between
-    backward and `step()`, such as `clip_grad_norm_`, has no effect on the step.
+    `no_sync()` accumulates as ever. From the second step on gradients are encoded as backward produces them, and what
+    changes `.grad` between backward and `step()`, such as `clip_grad_norm_`, has no effect on the step; do not rely on
+    it either way.
 
     Args:
         model: a DistributedDataParallel model, all of whose trainable parameters the optimizer holds.
@@ -48,9 +50,10 @@ def attach(
             optimizer's class, its hyper-parameters, the parameters' names, shapes or dtypes, the version or the seed.
     """
     if not isinstance(model, DistributedDataParallel):
+        compiled = isinstance(getattr(model, "_orig_mod", None), DistributedDataParallel)
         raise TypeError(
             f"attach: model is {type(model).__name__}, expected torch.nn.parallel.DistributedDataParallel. "
-            "Without DDP no attach is needed: step() exchanges by itself"
+            + ("Attach first, and compile then" if compiled else "Without DDP step() exchanges by itself")
         )
     if not isinstance(optimizer, WireOptimizer):
         raise TypeError(
@@ -59,11 +62,17 @@ def attach(
         )
     _refuse_what_does_not_fit(model, optimizer)
     names = {p: name for name, p in model.module.named_parameters()}
-    optimizer.prepare(names)
+    optimizer._prepare(names)
     # From here on all ranks are known to be equal, so whatever is refused is refused by all.
     model.register_comm_hook(None, _never_called)
     _refuse_join(model)
-    _Watch(model, optimizer, names, grad_scaler, overlap=overlap)
+    previous = _watches.get(model.module)
+    watch_of_before = previous() if previous is not None else None
+    if watch_of_before is not None:
+        # The module was attached before, inside another DistributedDataParallel: its old optimizer is to hear no more.
+        watch_of_before.detach()
+    watch = _Watch(model, optimizer, names, grad_scaler, overlap=overlap)
+    _watches[model.module] = weakref.ref(watch)
 
 
 def _refuse_what_does_not_fit(model: DistributedDataParallel, optimizer: WireOptimizer) -> None:
@@ -78,12 +87,12 @@ def _refuse_what_does_not_fit(model: DistributedDataParallel, optimizer: WireOpt
             "torch.autocast, or bfloat16 parameters, of which thinwire keeps fp32 masters"
         )
     ranks = torch.distributed.get_process_group_ranks(model.process_group)
-    if ranks != optimizer.peers.ranks():
+    if ranks != optimizer._peers.ranks():
         raise ValueError(
-            f"attach: the model's process group has ranks {ranks}, the optimizer's {optimizer.peers.ranks()}: "
+            f"attach: the model's process group has ranks {ranks}, the optimizer's {optimizer._peers.ranks()}: "
             "give the optimizer process_group=model.process_group"
         )
-    held = set(optimizer.flat_params)
+    held = set(optimizer._flat_params)
     for name, p in model.module.named_parameters():
         if p.requires_grad and p not in held:
             raise ValueError(
@@ -118,6 +127,9 @@ class _Watch:
     How often autograd accumulates into a parameter before a step is learnt from the steps themselves: once as a rule,
     more often with reentrant checkpointing or several backward passes. The last time is when the gradient is ready.
     Parameters that come less often than that, or not at all, are left to `step()`.
+
+    The model owns it, through its forward hooks. Hooks of parameters, which the garbage collector cannot see, only
+    know it weakly.
     """
 
     def __init__(
@@ -136,17 +148,26 @@ class _Watch:
         self._overlap = overlap
         self._user_synchronises = True
         self._encodes = False
-        self._expected = [0] * len(optimizer.flat_params)
-        self._seen = [0] * len(optimizer.flat_params)
-        model.register_forward_pre_hook(self._before_forward)
-        model.register_forward_hook(self._after_forward, always_call=True)
+        self._expected = [0] * len(optimizer._flat_params)
+        self._seen = [0] * len(optimizer._flat_params)
+        self._steps_with_fewer = 0
         # With a static graph DDP puts its first exchange off to the end of backward. Tell it that this has been done.
         model._static_graph_delay_allreduce_enqueued = True
-        for position, p in enumerate(optimizer.flat_params):
+        self._hooks = [
+            model.register_forward_pre_hook(self._before_forward),
+            model.register_forward_hook(self._after_forward, always_call=True),
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_load_state_dict_post_hook(self._after_load),
+        ]
+        for position, p in enumerate(optimizer._flat_params):
             if p in names:
-                p.register_post_accumulate_grad_hook(self._when_accumulated(position))
-        optimizer.register_step_pre_hook(self._before_step)
-        optimizer.register_step_post_hook(self._after_step)
+                self._hooks.append(_on_gradient(p, weakref.ref(self), position))
+
+    def detach(self) -> None:
+        """Hear no more."""
+        for hook in self._hooks:
+            hook.remove()
 
     def _before_forward(self, *_: object) -> None:
         # DDP decides in forward whether the next backward synchronises (no_sync() must be around both), and so do we.
@@ -161,32 +182,61 @@ class _Watch:
             # What DDP itself notes after a forward that will synchronise: buffers are broadcast before the next one.
             self._model.require_forward_param_sync = self._user_synchronises
 
-    def _when_accumulated(self, position: int) -> Callable[[Tensor], None]:
-        def accumulated(p: Tensor) -> None:
-            if not self._encodes:
-                return
-            self._seen[position] += 1
-            if self._seen[position] == self._expected[position]:
-                self._optimizer.encode_early(position, self._scale())
-            elif 0 < self._expected[position] < self._seen[position]:
-                raise RuntimeError(
-                    f"parameter {self._names[p]!r} got a gradient {self._seen[position]} times since the last step, "
-                    f"but {self._expected[position]} times before, and was sent already. Run all but the last "
-                    "backward of a step under no_sync(), or attach with overlap=False"
-                )
-
-        return accumulated
+    def accumulated(self, position: int, p: Tensor) -> None:
+        """Autograd has added to the gradient of a parameter."""
+        if not self._encodes:
+            return
+        self._seen[position] += 1
+        seen, expected = self._seen[position], self._expected[position]
+        if seen == expected:
+            self._optimizer._encode_early(position, self._scale())
+        elif 0 < expected < seen:
+            raise RuntimeError(
+                f"parameter {self._names[p]!r} got a gradient {seen} times since the last step, but {expected} times "
+                "before, and was sent already. Run all but the last backward of a step under no_sync(); call step() "
+                "after every other one (a step whose gradients are not finite is skipped by all ranks); or attach "
+                "with overlap=False"
+            )
 
     def _scale(self) -> float:
         return 1.0 if self._grad_scaler is None else 1.0 / self._grad_scaler.get_scale()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if hasattr(optimizer, "found_inf") and self._grad_scaler is None:
+        if self._overlap and self._grad_scaler is None and hasattr(optimizer, "found_inf"):
             raise RuntimeError(
                 "step() was called by a GradScaler that attach does not know, after scaled gradients were sent: "
                 "use thinwire.attach(model, optimizer, grad_scaler=scaler)"
             )
 
     def _after_step(self, *_: object) -> None:
-        self._expected = [max(pair) for pair in zip(self._expected, self._seen, strict=True)]
+        fewer = any(0 < seen < expected for seen, expected in zip(self._seen, self._expected, strict=True))
+        self._steps_with_fewer = self._steps_with_fewer + 1 if fewer else 0
+        if self._steps_with_fewer == _PATIENCE:
+            # What came more often was an exception, such as a trial backward before training.
+            self._expected = [seen or expected for seen, expected in zip(self._seen, self._expected, strict=True)]
+        else:
+            self._expected = [max(pair) for pair in zip(self._seen, self._expected, strict=True)]
         self._seen = [0] * len(self._seen)
+
+    def _after_load(self, *_: object) -> None:
+        self._seen = [0] * len(self._seen)
+
+
+_PATIENCE = 8
+"""Steps in a row with fewer gradients than expected, after which fewer are expected."""
+
+_watches: weakref.WeakKeyDictionary[nn.Module, weakref.ref[_Watch]] = weakref.WeakKeyDictionary()
+
+
+def _on_gradient(p: Tensor, watch: weakref.ref[_Watch], position: int) -> RemovableHandle:
+    def accumulated(p: Tensor) -> None:
+        alive = watch()
+        if alive is not None:
+            alive.accumulated(position, p)
+
+    # A parameter may be frozen for now; its hook stays and serves when it is thawed.
+    frozen = not p.requires_grad
+    p.requires_grad_(True)
+    handle = p.register_post_accumulate_grad_hook(accumulated)
+    p.requires_grad_(not frozen)
+    return handle

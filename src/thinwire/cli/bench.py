@@ -16,13 +16,14 @@ from rich.table import Table
 
 import thinwire
 from thinwire.cli import bench_exchange, bench_kernels
+from thinwire.cli.demo import Downlink
 from thinwire.cli.launch import WorkerError, run_workers
+from thinwire.kernels import native
 
 app = typer.Typer(help="Measure, as ratios within one run.", no_args_is_help=True)
 
-_Json = Annotated[
-    Path | None, typer.Option("--json", help="Also write the figures as JSON, to a file or with - to standard output.")
-]
+_Json = Annotated[bool, typer.Option("--json", help="Print the figures as JSON instead of a table.")]
+_Out = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the figures to this file too, as JSON.")]
 _Repeats = Annotated[int, typer.Option(min=10, help="Rounds that count; medians are taken over them.")]
 
 
@@ -30,11 +31,17 @@ _Repeats = Annotated[int, typer.Option(min=10, help="Rounds that count; medians 
 def kernels(
     elements: Annotated[int, typer.Option(min=4096, help="Elements that every kernel runs over.")] = 25_000_000,
     repeats: _Repeats = 11,
-    json_file: _Json = None,
+    as_json: _Json = False,
+    out: _Out = None,
 ) -> None:
     """Every kernel on one thread against a memcpy, and against torch."""
+    if not native.available():
+        typer.echo(
+            f"thinwire bench kernels: there are no native kernels to measure, {native.PATH} is missing", err=True
+        )
+        raise typer.Exit(1)
     rows = bench_kernels.measure(elements, repeats)
-    if json_file != Path("-"):
+    if not as_json:
         table = Table(title=f"Kernels, {elements:,} elements, one thread, {bench_kernels.instruction_set()}")
         for column in ("kernel", "ms", "bytes an element", "GB/s", "against", "its ms", "ratio", "bar"):
             table.add_column(column, justify="left" if column in ("kernel", "against") else "right")
@@ -51,7 +58,7 @@ def kernels(
             )
         Console().print(table)
     settings = {"elements": elements, "repeats": repeats, "isa": bench_kernels.instruction_set()}
-    _write(json_file, "kernels", settings, [asdict(row) for row in rows])
+    _write("kernels", settings, [asdict(row) for row in rows], as_json=as_json, out=out)
 
 
 @app.command()
@@ -60,12 +67,13 @@ def exchange(
     elements: Annotated[int, typer.Option(min=4096, help="Size of the update.")] = 25_000_000,
     repeats: _Repeats = 11,
     batch: Annotated[int, typer.Option(min=1, help="Windows of 64 characters a rank, for the training step.")] = 2,
-    downlink: Annotated[str, typer.Option(help="bit or votes.")] = "bit",
+    downlink: Annotated[Downlink, typer.Option(help="What comes back from a vote.")] = Downlink.bit,
     bucket_mb: Annotated[float | None, typer.Option(help="Birder's bucket_mb.")] = None,
-    json_file: _Json = None,
+    as_json: _Json = False,
+    out: _Out = None,
 ) -> None:
     """A whole update and a training step between local ranks, against all-reduce + AdamW and DDP + AdamW."""
-    plan = bench_exchange.Plan(elements, repeats, batch, downlink, bucket_mb)
+    plan = bench_exchange.Plan(elements, repeats, batch, downlink.value, bucket_mb)
     rows: list[bench_exchange.Row] = []
     errors = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -85,9 +93,10 @@ def exchange(
         except WorkerError as error:
             errors.print(str(error), markup=False, highlight=False)
             raise typer.Exit(1) from None
-    if json_file != Path("-"):
+    if not as_json:
         Console().print(_exchange_table(ranks, rows))
-    _write(json_file, "exchange", {"ranks": ranks, **asdict(plan)}, [asdict(row) for row in rows])
+    settings = {"ranks": ranks, **asdict(plan)}
+    _write("exchange", settings, [asdict(row) for row in rows], as_json=as_json, out=out)
 
 
 def _exchange_table(ranks: int, rows: list[bench_exchange.Row]) -> Table:
@@ -121,12 +130,12 @@ def _bar(ratio: float, bar: float | None, *, higher_is_better: bool) -> str:
     if bar is None:
         return ""
     met = ratio >= bar if higher_is_better else ratio <= bar
-    return f"{'≥' if higher_is_better else '≤'} {bar:g} {'met' if met else 'MISSED'}"
+    return f"{'≥' if higher_is_better else '≤'} {bar:.4g} {'met' if met else 'MISSED'}"
 
 
-def _write(path: Path | None, benchmark: str, settings: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    if path is None:
-        return
+def _write(
+    benchmark: str, settings: dict[str, Any], rows: list[dict[str, Any]], *, as_json: bool, out: Path | None
+) -> None:
     report = {
         "benchmark": benchmark,
         "thinwire": thinwire.__version__,
@@ -136,7 +145,7 @@ def _write(path: Path | None, benchmark: str, settings: dict[str, Any], rows: li
         "results": rows,
     }
     text = json.dumps(report, indent=2)
-    if path == Path("-"):
+    if as_json:
         print(text)
-    else:
-        path.write_text(text + "\n", encoding="utf-8")
+    if out is not None:
+        out.write_text(text + "\n", encoding="utf-8")

@@ -15,7 +15,6 @@ from thinwire.kernels.ops import BACKENDS
 from thinwire.wire.packet import HEADER_BYTES
 
 _VOTERS = 8
-_SLOW_REPEATS = 3
 _RULE = {"beta": 0.8, "eps": 1e-12, "scale": 1.0, "amsgrad": False, "key": 1}
 
 
@@ -76,7 +75,7 @@ def _measure(elements: int, repeats: int) -> list[Row]:
         rows.append(Row(case.name, taken, case.bytes_per_element, copy.name, memcpy, ratio, case.bar))
     encode = middle["encode"]
     for name, run, share in _slow_encodes(grad):
-        taken = median([_time(run) for _ in range(_SLOW_REPEATS)]) / share
+        taken = median([_time(run) for _ in range(repeats)]) / share
         rows.append(Row(f"encode, times faster than {name}", encode, 20.125, name, taken, taken / encode, 20.0))
     return rows
 

@@ -112,7 +112,7 @@ def demo(
         raise typer.Exit(1) from None
 
     print_comparison(console, comparison)
-    plot_losses(out, (comparison.baseline, comparison.challenger))
+    plot_losses(out, comparison)
     console.print(f"Wrote {out}", highlight=False, soft_wrap=True)
     if json is not None:
         write_json(json, comparison)

@@ -8,13 +8,15 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from thinwire.cli.report import Comparison
 from thinwire.cli.training import Outcome
 
 COLOURS = ("#777777", "#d1495b")
 
 
-def plot_losses(path: Path, outcomes: Sequence[Outcome]) -> None:
+def plot_losses(path: Path, comparison: Comparison) -> None:
     """Write a PNG with two panels; training loss is drawn faint and smoothed, validation loss with dots."""
+    outcomes = (comparison.baseline, comparison.challenger)
     # A figure of its own, without pyplot: no display is looked for and no global state is left.
     figure = Figure(figsize=(11, 4.4), layout="constrained")
     against_bytes, against_time = figure.subplots(1, 2, sharey=True)
@@ -25,7 +27,8 @@ def plot_losses(path: Path, outcomes: Sequence[Outcome]) -> None:
         against_bytes.set_xscale("log")
     against_bytes.set_xlabel("sent per worker (MB)")
     against_bytes.set_ylabel("cross-entropy per character (nats)")
-    against_time.set_xlabel("training time on loopback (s)")
+    caveat = "" if comparison.times_are_comparable else "; machine busy: do not compare the runs"
+    against_time.set_xlabel(f"training time on loopback (s){caveat}")
     against_time.legend(frameon=False, title="dots: validation, faint: training (smoothed)")
     for panel in (against_bytes, against_time):
         panel.grid(alpha=0.25)

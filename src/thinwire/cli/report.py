@@ -16,9 +16,10 @@ from rich.table import Table
 from thinwire.cli.training import Outcome
 
 LINKS = {"1 Gbit/s": 1e9, "100 Mbit/s": 1e8}
-# The runs follow one another. If their forward + backward, which is the same work, differs by more than this, then the
-# machine did something else meanwhile, and a ratio of step times would measure that.
-COMPARABLE_COMPUTE = 0.05
+# The runs follow one another, so a machine that did something else meanwhile makes their times differ for no reason of
+# theirs. It shows in forward + backward, which is the same work in both, and in mean steps far above the median one.
+COMPARABLE_COMPUTE = 1.05
+COMPARABLE_MEAN = 1.25
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,10 @@ class Comparison:
     @property
     def times_are_comparable(self) -> bool:
         """Whether the machine was about as fast in both runs."""
-        computes = (self.baseline.seconds.compute, self.challenger.seconds.compute)
-        return max(computes) <= (1 + COMPARABLE_COMPUTE) * min(computes)
+        runs = (self.baseline, self.challenger)
+        computes = [run.seconds.compute for run in runs]
+        steady = all(run.cumulative_seconds[-1] / run.steps <= COMPARABLE_MEAN * run.seconds.step for run in runs)
+        return steady and max(computes) <= COMPARABLE_COMPUTE * min(computes)
 
     def predicted_step_seconds(self, outcome: Outcome, bits_per_second: float) -> float:
         """Step time if every worker had such a link of its own, and the exchange hid behind forward and backward."""
@@ -81,8 +84,8 @@ def _notes(comparison: Comparison) -> dict[str, str]:
     notes = {
         "Compared": "workers on one machine, over loopback. The network is not the bottleneck here: the times show "
         "what each exchange costs in work, and the bytes what a thin wire would have to carry.",
-        "Validation loss": "of one seed each. Four seeds of the sampling alone spread Birder's over 0.06 in a simulation "
-        "of 500 steps: read a smaller difference as none.",
+        "Validation loss": "of one seed each. Four seeds of the sampling alone spread Birder's over 0.06 in a "
+        "simulation of 500 steps: read a smaller difference as none.",
         "Where the time went": "forward + backward is timed in extra passes with the exchange off (no_sync); "
         "exposed exchange is what the exchange adds to that, in backward and in waits after it. Medians over steps, "
         "means over workers. Validation and the extra passes are in no time shown.",
@@ -92,10 +95,10 @@ def _notes(comparison: Comparison) -> dict[str, str]:
         "perfectly; forward + backward is the mean of both runs.",
     }
     if not comparison.times_are_comparable:
+        means = [_milliseconds(run.cumulative_seconds[-1] / run.steps) for run in (baseline, challenger)]
         notes["No ratio of step times"] = (
-            "forward + backward is the same work in both runs but took "
-            f"{_milliseconds(baseline.seconds.compute)} and {_milliseconds(challenger.seconds.compute)}: the machine "
-            "was not equally fast, so do not compare the times of the two runs. Try again when it is idle."
+            "the machine was not equally fast in both runs (see forward + backward, the same work in both, and the "
+            f"mean steps of {means[0]} and {means[1]}), so do not compare their times. Try again when it is idle."
         )
     if challenger.metrics is not None:
         parts = ", ".join(

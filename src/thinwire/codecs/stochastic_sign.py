@@ -66,43 +66,20 @@ class StochasticSign:
     def merge(self, frame: Frame, shard: int, key: int) -> None:
         """Answer the votes received for `shard`, in its packet among the bucket's answers."""
         words = frame.bucket.shard_words
-        first_word = frame.bucket.first_word + shard * words
         answer = frame.answers[shard]
+        votes = {
+            "first_word": frame.bucket.first_word + shard * words,
+            "words": words,
+            "answer": answer,
+            "answer_byte": HEADER_BYTES,
+            "signal": self._signal,
+        }
         if self.workers:
-            self._kernels.vote_count(
-                frame.received,
-                HEADER_BYTES,
-                self.alive,
-                first_word=first_word,
-                words=words,
-                planes=self.planes,
-                answer=answer,
-                answer_byte=HEADER_BYTES,
-                signal=self._signal,
-            )
+            self._kernels.vote_count(frame.received, HEADER_BYTES, self.alive, planes=self.planes, **votes)
         else:
-            self._kernels.vote_bit(
-                frame.received,
-                HEADER_BYTES,
-                self.alive,
-                first_word=first_word,
-                words=words,
-                answer=answer,
-                answer_byte=HEADER_BYTES,
-                key=key,
-                signal=self._signal,
-            )
-        self._kernels.vote_bit(
-            frame.received,
-            HEADER_BYTES + WORD_BYTES * words,
-            None,
-            first_word=0,
-            words=_roll_words(words),
-            answer=answer,
-            answer_byte=HEADER_BYTES + WORD_BYTES * self.planes * words,
-            key=0,
-            signal=None,
-        )
+            self._kernels.vote_bit(frame.received, HEADER_BYTES, self.alive, key=key, **votes)
+        up, down = (HEADER_BYTES + WORD_BYTES * planes * words for planes in (1, self.planes))
+        self._kernels.any_of(frame.received, up, _roll_words(words), answer, down)
 
     def mean_abs_vote(self) -> float:
         """Mean |ū| over a sample of the coordinates that this rank has answered for since `forget_votes`."""

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from types import ModuleType
 
 import torch
+from torch import Tensor
 
 from thinwire.kernels import native, reference
 
@@ -28,6 +29,12 @@ class Kernels:
     vote_count: Callable[..., None]
     adopt: Callable[..., None]
     birder_apply: Callable[..., None]
+
+    def any_of(self, rows: Tensor, byte: int, words: int, answer: Tensor, answer_byte: int) -> None:
+        """The *or* of all rows: what a vote is where nobody is known to be alive."""
+        self.vote_bit(
+            rows, byte, None, first_word=0, words=words, answer=answer, answer_byte=answer_byte, key=0, signal=None
+        )
 
 
 def _table(name: str, module: ModuleType) -> Kernels:

@@ -27,7 +27,7 @@ from thinwire.kernels import ops
 from thinwire.metrics import Meter, Metrics
 from thinwire.optimizers import _state_dict
 from thinwire.optimizers._agreement import require_agreement
-from thinwire.optimizers._inputs import LOW_PRECISION, check_dtypes, gradient_of
+from thinwire.optimizers._inputs import LOW_PRECISION, check_dtypes, checksum, gradient_of
 from thinwire.wire import packet
 from thinwire.wire.buckets import WORD, Layout, bucket_elements, is_dense
 from thinwire.wire.exchange import Exchange, Peers
@@ -49,7 +49,7 @@ class WireOptimizer(Optimizer, abc.ABC):
 
     # GradScaler would otherwise decide a rank at a time whether step() is called, and the others would wait for ever.
     _step_supports_amp_scaling = True
-    _mail: Mail | None = None
+    _built = False
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class WireOptimizer(Optimizer, abc.ABC):
             raise ValueError(f"bucket_mb={bucket_mb!r}: expected a positive number, in megabytes of fp32 gradient")
         self._seed = seed
         self._bucket_mb = bucket_mb
-        self.peers = Peers.of(process_group)
+        self._peers = Peers.of(process_group)
         self._meter = Meter()
         self._step_count = torch.zeros((), dtype=torch.int64)
         self._prepared = False
@@ -126,6 +126,10 @@ class WireOptimizer(Optimizer, abc.ABC):
         """How much the workers agreed in the last step."""
         return math.nan
 
+    def _settings_text(self) -> str:
+        """The arguments that decide the bits of a run, for people to read."""
+        return ", ".join(f"{name}={value}" for name, value in {"seed": self._seed, **self._settings()}.items())
+
     # Layout and state, made at construction --------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -140,12 +144,12 @@ class WireOptimizer(Optimizer, abc.ABC):
         try:
             self._check_group(group)
             check_dtypes(group["params"])
+            _state_dict.label(self, group)
+            if self._built:
+                self._build()
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
-        _state_dict.label(self, group)
-        if self._mail is not None:
-            self._build()
 
     def _build(self) -> None:
         # A parameter that is frozen now takes no room on the wire. Freezing one later is fine: it just has no gradient.
@@ -157,14 +161,14 @@ class WireOptimizer(Optimizer, abc.ABC):
             raise ValueError(f"parameters on devices {names}: an optimizer needs all its parameters on one device")
         self._kernels = ops.backend(devices.pop() if devices else torch.device("cpu"))
         numels = [p.numel() for p, _ in owned]
-        layout = Layout(numels, self.peers.size, bucket_elements(self._bucket_mb, sum(numels)))
-        self.flat_params: list[Tensor] = [owned[slot.index][0] for slot in layout.slots]
+        layout = Layout(numels, self._peers.size, bucket_elements(self._bucket_mb, sum(numels)))
+        self._flat_params: list[Tensor] = [owned[slot.index][0] for slot in layout.slots]
         """The parameters that take part, in the order of the flat space."""
         self._group_index = [owned[slot.index][1] for slot in layout.slots]
         payload, flat_state = self._declare(layout)
-        self._mail = Mail(layout, payload, alone=self.peers.size == 1)
+        self._mail = Mail(layout, payload, alone=self._peers.size == 1)
         self.state.clear()
-        for p, slot in zip(self.flat_params, layout.slots, strict=True):
+        for p, slot in zip(self._flat_params, layout.slots, strict=True):
             state: dict[str, Tensor] = {"step": self._step_count}
             for name, flat in flat_state.items():
                 packed = flat.numel() != layout.size
@@ -173,19 +177,15 @@ class WireOptimizer(Optimizer, abc.ABC):
                 order = torch.preserve_format if is_dense(p) else torch.contiguous_format
                 state["master"] = torch.empty_like(p, dtype=torch.float32, memory_format=order).copy_(p.detach())
             self.state[p] = state
-        self.begin_step()
+        self._forms = [_form(p) for p in self._flat_params]
+        self._built = True
+        self._begin_step()
 
     def _group_of(self, position: int) -> dict[str, Any]:
         # Looked up each time: load_state_dict replaces the groups.
         return self.param_groups[self._group_index[position]]
 
-    @property
-    def mail(self) -> Mail:
-        """The packets."""
-        assert self._mail is not None, "made at construction"
-        return self._mail
-
-    def prepare(self, names: dict[Tensor, str] | None = None) -> None:
+    def _prepare(self, names: dict[Tensor, str] | None = None) -> None:
         """Before the first exchange: agree with everybody on everything, then open the lane.
 
         Called by the first `step()`, or by `attach`, which knows the parameters' names.
@@ -193,11 +193,14 @@ class WireOptimizer(Optimizer, abc.ABC):
         Raises:
             RuntimeError: on every rank, when ranks disagree.
         """
+        if self._prepared and names is None:
+            return
+        self._peers.refuse_late_group()
+        require_agreement(self._peers, self._description(names or {}))
         if self._prepared:
             return
-        require_agreement(self.peers, self._description(names or {}))
-        group = self.peers.private_group()
-        self._exchange = Exchange(self.mail, self.peers, group, self._meter)
+        group = self._peers.private_group()
+        self._exchange = Exchange(self._mail, self._peers, group, self._meter)
         self._lane = Lane(threaded=group is not None)
         self._prepared = True
 
@@ -210,29 +213,32 @@ class WireOptimizer(Optimizer, abc.ABC):
             **self._settings(),
             "the number of steps taken": int(self._step_count),
             "the number of parameter groups": len(self.param_groups),
-            "the number of parameters": len(self.flat_params),
+            "the number of parameters": len(self._flat_params),
         }
         for i, group in enumerate(self.param_groups):
             for key, value in group.items():
                 if key not in ("params", "param_names", *_state_dict.LABELS):
                     description[f"{key} of parameter group {i}"] = float(value) if isinstance(value, Tensor) else value
-        for i, p in enumerate(reversed(self.flat_params)):
+        for i, p in enumerate(reversed(self._flat_params)):
             description[f"parameter {i}"] = (names.get(p, "unnamed"), tuple(p.shape), str(p.dtype), p.stride())
+        for i, p in enumerate(reversed(self._flat_params)):
+            # Ranks exchange moves, not values: replicas that start apart would stay apart.
+            description[f"the checksum of the values of parameter {i}"] = checksum(p)
         return description
 
     # A step ----------------------------------------------------------------------------------------------------------
 
-    def begin_step(self) -> None:
+    def _begin_step(self) -> None:
         """Forget what was encoded; the next gradients belong to a new step."""
-        self.step_number = int(self._step_count) + 1
+        self._step_number = int(self._step_count) + 1
         """The number of the step under way, from 1."""
-        self._encoded = [False] * len(self.flat_params)
-        self._presence = [0] * len(self.mail.frames)
+        self._encoded = [False] * len(self._flat_params)
+        self._presence = [0] * len(self._mail.frames)
         self._flags_sent = self._first_flags()
         self._begin_exchange()
 
     def _begin_exchange(self) -> None:
-        self._missing = list(self.mail.parts_in)
+        self._missing = list(self._mail.parts_in)
         self._submitted = 0
         self._flags_seen = 0
 
@@ -250,10 +256,10 @@ class WireOptimizer(Optimizer, abc.ABC):
         scale = self._amp_scale()
         self._refuse_thawed()
         rest = [position for position, encoded in enumerate(self._encoded) if not encoded]
-        gradients = [gradient_of(self.flat_params[position]) for position in rest]
-        self.prepare()
+        gradients = [gradient_of(self._flat_params[position]) for position in rest]
+        self._prepare()
         for position, grad in zip(rest, gradients, strict=True):
-            self.encode(position, grad, scale)
+            self._encode(position, grad, scale)
         flags = self._settle(self._wait())
         if flags & packet.NONFINITE:
             self._meter.skipped_steps += 1
@@ -263,7 +269,7 @@ class WireOptimizer(Optimizer, abc.ABC):
                 self._conclude()
         self._meter.steps += 1
         self._step_count += 1
-        self.begin_step()
+        self._begin_step()
         return loss
 
     def _refuse_thawed(self) -> None:
@@ -279,15 +285,21 @@ class WireOptimizer(Optimizer, abc.ABC):
         scale: Tensor | None = getattr(self, "grad_scale", None)
         return 1.0 if scale is None else 1.0 / float(scale)
 
-    def encode_early(self, position: int, scale: float) -> None:
+    def _encode_early(self, position: int, scale: float) -> None:
         """Encode one parameter's gradient before `step()` asks for it. Called by `attach` during backward."""
-        self.encode(position, gradient_of(self.flat_params[position]), scale)
+        self._encode(position, gradient_of(self._flat_params[position]), scale)
 
-    def encode(self, position: int, grad: Tensor | None, scale: float) -> None:
+    def _encode(self, position: int, grad: Tensor | None, scale: float) -> None:
         """Apply the local rule to one parameter, and give the lane all buckets that are complete by now."""
+        p = self._flat_params[position]
+        if _form(p) != self._forms[position]:
+            raise RuntimeError(
+                f"a parameter is {_form(p)}, but was {self._forms[position]} when the optimizer was made. Convert the "
+                "model first, and make the optimizer then"
+            )
         self._encoded[position] = True
         group = self._group_of(position)
-        for part in self.mail.parts[position]:
+        for part in self._mail.parts[position]:
             bucket = part.frame.bucket.index
             if grad is not None:
                 self._presence[bucket] |= part.presence
@@ -297,29 +309,21 @@ class WireOptimizer(Optimizer, abc.ABC):
             self._missing[bucket] -= 1
             # In order, whatever the order of the gradients: ranks must start the same exchange at the same time.
             while self._submitted < len(self._missing) and not self._missing[self._submitted]:
-                self._submit(self.mail.frames[self._submitted])
+                self._submit(self._mail.frames[self._submitted])
                 self._submitted += 1
 
     def _submit(self, frame: Frame) -> None:
         self._seal(frame)
-        self.mail.write_presence(frame, self._presence[frame.bucket.index])
-        self._lane.submit(functools.partial(self._run_exchange, frame, self._flags_sent))
+        self._mail.write_presence(frame, self._presence[frame.bucket.index])
+        self._lane.submit(functools.partial(self._run_exchange, frame, self._step_number, self._flags_sent))
 
-    def _run_exchange(self, frame: Frame, flags: int) -> None:
-        self._flags_seen |= self._exchange.run(frame, self.step_number, flags, self._merge_all)
+    def _run_exchange(self, frame: Frame, step: int, flags: int) -> None:
+        self._flags_seen |= self._exchange.run(frame, step, flags, self._merge_all)
 
     def _merge_all(self, frame: Frame, shard: int) -> None:
         self._merge(frame, shard)
-        self._kernels.vote_bit(
-            frame.received,
-            frame.up_presence,
-            None,
-            first_word=0,
-            words=frame.presence_words,
-            answer=frame.answers[shard],
-            answer_byte=frame.down_presence,
-            key=0,
-            signal=None,
+        self._kernels.any_of(
+            frame.received, frame.up_presence, frame.presence_words, frame.answers[shard], frame.down_presence
         )
 
     def _wait(self) -> int:
@@ -330,14 +334,14 @@ class WireOptimizer(Optimizer, abc.ABC):
     def _exchange_again(self) -> int:
         """A second exchange in the same step, from the state as it is and with the same presence; the flags seen."""
         self._begin_exchange()
-        for position in range(len(self.flat_params)):
-            self.encode(position, None, 1.0)
+        for position in range(len(self._flat_params)):
+            self._encode(position, None, 1.0)
         return self._wait()
 
     def _apply_all(self) -> None:
-        present = [self.mail.read_presence(frame) for frame in self.mail.frames]
-        for position, p in enumerate(self.flat_params):
-            parts = self.mail.parts[position]
+        present = [self._mail.read_presence(frame) for frame in self._mail.frames]
+        for position, p in enumerate(self._flat_params):
+            parts = self._mail.parts[position]
             if not parts or not present[parts[0].frame.bucket.index] & parts[0].presence:
                 continue
             dense = p if is_dense(p) else p.contiguous()
@@ -351,3 +355,18 @@ class WireOptimizer(Optimizer, abc.ABC):
     def metrics(self) -> Metrics:
         """What the run has cost so far, on this rank."""
         return self._meter.read(self._mean_abs_vote())
+
+    def _drain(self) -> None:
+        """Wait for exchanges under way, so that nobody changes what they read."""
+        if self._prepared:
+            self._lane.wait()
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            f"{type(self).__name__} has a thread and a process group, which cannot be copied or pickled: "
+            "save state_dict(), and load it into a new optimizer"
+        )
+
+
+def _form(p: Tensor) -> tuple[torch.dtype, torch.device, torch.Size, tuple[int, ...]]:
+    return p.dtype, p.device, p.shape, p.stride()

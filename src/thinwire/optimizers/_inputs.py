@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import zlib
 from collections.abc import Iterable
 
 import torch
@@ -23,6 +25,13 @@ def check_dtypes(params: Iterable[Tensor]) -> None:
         if p.dtype not in _DTYPES:
             hint = "; torch.view_as_real gives a real one" if p.is_complex() else ""
             raise TypeError(f"a parameter of {p.dtype}: expected float32, bfloat16 or float16{hint}")
+
+
+def checksum(p: Tensor) -> int:
+    """CRC-32 of a parameter's values."""
+    values = p.detach() if is_dense(p) else p.detach().contiguous()
+    size = values.numel() * values.element_size()
+    return zlib.crc32((ctypes.c_ubyte * size).from_address(values.data_ptr()))
 
 
 def gradient_of(p: Tensor) -> Tensor | None:

@@ -17,15 +17,17 @@ from torch.optim import Optimizer
 if TYPE_CHECKING:
     from thinwire.optimizers._base import WireOptimizer
 
-_CLASS, _WORLD_SIZE, _RANK = "wire_class", "wire_world_size", "wire_rank"
-LABELS = (_CLASS, _WORLD_SIZE, _RANK)
+LABELS = ("wire_class", "wire_world_size", "wire_rank", "wire_settings")
 """Entries of every parameter group that tell whose state it is: tools that take state dicts apart and put them together
 again (DCP, Accelerate) keep nothing but the groups and the parameters' state."""
 
 
 def label(optimizer: WireOptimizer, group: dict[str, Any]) -> None:
     """Write into a group whose state it is."""
-    group.update(zip(LABELS, (type(optimizer).__name__, optimizer.peers.size, optimizer.peers.rank), strict=True))
+    peers = optimizer._peers
+    group.update(
+        zip(LABELS, (type(optimizer).__name__, peers.size, peers.rank, optimizer._settings_text()), strict=True)
+    )
 
 
 def install(optimizer: WireOptimizer) -> None:
@@ -40,10 +42,11 @@ def _take_out(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any
     for group in groups:
         _check_label(optimizer, group)
         label(optimizer, group)  # type: ignore[arg-type]
+    saved_sizes, sizes = ([len(group["params"]) for group in of] for of in (groups, optimizer.param_groups))
+    if saved_sizes != sizes:
+        raise ValueError(f"the state dict has parameter groups of {saved_sizes} parameters, this optimizer of {sizes}")
     saved_ids = [saved for group in groups for saved in group["params"]]
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    if len(saved_ids) != len(params):
-        raise ValueError(f"the state dict has {len(saved_ids)} parameters, this optimizer has {len(params)}")
     copies: list[tuple[Tensor, Tensor]] = []
     steps: set[int] = set()
     for i, (saved_id, p) in enumerate(zip(saved_ids, params, strict=True)):
@@ -70,9 +73,9 @@ def _take_out(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any
 
 
 def _check_label(optimizer: Optimizer, group: dict[str, Any]) -> None:
-    name, size, rank = (group.get(entry) for entry in LABELS)
+    name, size, rank, settings = (group.get(entry) for entry in LABELS)
     own = type(optimizer).__name__
-    peers = optimizer.peers  # type: ignore[attr-defined]
+    peers = optimizer._peers  # type: ignore[attr-defined]
     if name != own:
         raise ValueError(f"the state dict is of {name or 'another optimizer'}, this is {own}")
     if size != peers.size:
@@ -81,20 +84,24 @@ def _check_label(optimizer: Optimizer, group: dict[str, Any]) -> None:
             "resume with as many ranks as were saved"
         )
     if rank != peers.rank:
-        warnings.warn(
-            f"the state of rank {rank} is loaded on rank {peers.rank}: training goes on, but not as if it had never "
-            "stopped. Save and load one state dict a rank.",
-            RuntimeWarning,
-            stacklevel=5,
-        )
+        _warn(f"the state of rank {rank} is loaded on rank {peers.rank}: save and load one state dict a rank")
+    own_settings = optimizer._settings_text()  # type: ignore[attr-defined]
+    if settings != own_settings:
+        _warn(f"the state was saved with {settings}, this optimizer has {own_settings}")
+
+
+def _warn(what: str) -> None:
+    message = f"{what}. Training goes on, but not as if it had never stopped."
+    warnings.warn(message, RuntimeWarning, stacklevel=6)
 
 
 def _copy_in(optimizer: Optimizer) -> None:
     state, copies = optimizer._loading  # type: ignore[attr-defined]
     del optimizer._loading  # type: ignore[attr-defined]
+    optimizer._drain()  # type: ignore[attr-defined]
     with torch.no_grad():
         for own, loaded in copies:
             own.copy_(loaded)
     optimizer.state.clear()
     optimizer.state.update(state)
-    optimizer.begin_step()  # type: ignore[attr-defined]
+    optimizer._begin_step()  # type: ignore[attr-defined]

@@ -138,15 +138,15 @@ class Birder(WireOptimizer):
         self._codec = StochasticSign(layout, self._downlink, self._kernels)
         return self._codec.payload, {"m": self._m, "b": self._b, "alive": self._codec.alive}
 
-    def begin_step(self) -> None:
+    def _begin_step(self) -> None:
         """See `WireOptimizer.begin_step`; draws this step's keys."""
-        super().begin_step()
+        super()._begin_step()
         self._codec.forget_votes()
-        self._worker_key = rng.worker_key(self._seed, self.step_number, self.peers.rank)
-        self._owner_key = rng.owner_key(self._seed, self.step_number)
+        self._worker_key = rng.worker_key(self._seed, self._step_number, self._peers.rank)
+        self._owner_key = rng.owner_key(self._seed, self._step_number)
 
     def _first_flags(self) -> int:
-        return packet.GREETING if self.step_number == 1 else 0
+        return packet.GREETING if self._step_number == 1 else 0
 
     def _local(self, part: Part, grad: Tensor | None, group: dict[str, Any], scale: float) -> bool:
         return self._kernels.birder_encode(
@@ -155,7 +155,7 @@ class Birder(WireOptimizer):
             self._m,
             self._b,
             self._codec.alive,
-            self.mail.sent,
+            self._mail.sent,
             beta=group["beta"],
             eps=self._eps,
             scale=-scale if group["maximize"] else scale,
@@ -165,13 +165,13 @@ class Birder(WireOptimizer):
 
     def _seal(self, frame: Frame) -> None:
         # With amsgrad b never falls, and a coordinate has come to rest when nothing is left of m.
-        self._codec.call_roll(frame, self._m if self._amsgrad else self._b, self.step_number, self._eps)
+        self._codec.call_roll(frame, self._m if self._amsgrad else self._b, self._step_number, self._eps)
 
     def _merge(self, frame: Frame, shard: int) -> None:
         self._codec.merge(frame, shard, self._owner_key)
 
     def _settle(self, flags: int) -> int:
-        if self.step_number > 1:
+        if self._step_number > 1:
             return flags
         self._hear_everybody()  # the greeting: nobody was alive, so all bits were hellos
         if flags & packet.NONFINITE:
@@ -186,7 +186,7 @@ class Birder(WireOptimizer):
             x,
             low,
             self._codec.alive,
-            self.mail.answers,
+            self._mail.answers,
             planes=self._codec.planes,
             workers=self._codec.workers,
             lr=lr,
@@ -198,8 +198,8 @@ class Birder(WireOptimizer):
         self._last_vote = self._codec.mean_abs_vote()
 
     def _hear_everybody(self) -> None:
-        for frame in self.mail.frames:
-            self._codec.adopt(frame, self.step_number)
+        for frame in self._mail.frames:
+            self._codec.adopt(frame, self._step_number)
 
     def _mean_abs_vote(self) -> float:
         return self._last_vote

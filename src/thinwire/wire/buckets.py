@@ -16,7 +16,7 @@ from torch import Tensor
 WORD = 64
 """Elements to a word of bits, and the alignment of every parameter."""
 
-MAX_ELEMENTS = 1 << 36
+MAX_ELEMENTS = 1 << 37
 """Beyond this the counters of the owners' random numbers would need more than 32 bits."""
 
 
@@ -139,7 +139,7 @@ def bucket_elements(bucket_mb: float | None, elements: int) -> int:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the tensor fills its memory without holes, so that a kernel may walk it from the first address on."""
+    """Whether the tensor is contiguous or channels-last: a kernel may walk its memory from the first address on."""
     if tensor.is_contiguous():
         return True
     return (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)) or (

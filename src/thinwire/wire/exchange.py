@@ -50,6 +50,14 @@ class Peers:
         """Their ranks in the default group, in order."""
         return [0] if self.group is None else dist.get_process_group_ranks(self.group)
 
+    def refuse_late_group(self) -> None:
+        """Refuse a worker that took itself to be alone, because the process group was made after the optimizer."""
+        if self.group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            raise RuntimeError(
+                f"torch.distributed has {dist.get_world_size()} ranks, but was initialised after the optimizer was "
+                "made, which would train alone: call init_process_group() first"
+            )
+
     def gather(self, value: Any) -> list[Any]:
         """Everybody's value, in the order of ranks (a slow path, for checks before the first step)."""
         if self.size == 1:
@@ -82,6 +90,11 @@ def _refuse_forgotten_group() -> None:
         )
 
 
+def _cpu_backend(group: dist.ProcessGroup) -> str:
+    # dist.get_backend() answers "cpu:gloo,cuda:gloo" for one group and "gloo" for another.
+    return group._get_backend(torch.device("cpu")).name()
+
+
 def _timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:
     # new_group() forgets the timeout that the user gave to init_process_group(); only the backend remembers it.
     try:
@@ -112,7 +125,7 @@ class Exchange:
         self._meter = meter
         # gloo gathers around a ring, step by step, and takes more than twice the time of an all-to-all of the same
         # bytes (measured with 4 ranks on loopback, 32 kB to 1 MB a packet).
-        self._copies_are_faster = group is not None and dist.get_backend(group) == dist.Backend.GLOO
+        self._copies_are_faster = group is not None and _cpu_backend(group) == "gloo"
 
     def run(self, frame: Frame, step: int, flags: int, merge: Callable[[Frame, int], None]) -> int:
         """Send a bucket's packets to the owners, answer for the own shard with `merge`, and gather all answers.
