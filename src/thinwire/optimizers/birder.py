@@ -46,7 +46,7 @@ class Birder(WireOptimizer):
     Args:
         params: parameters or groups of them, as in torch.optim. Groups may have their own `lr`, `beta`,
             `weight_decay` and `maximize`.
-        lr: step size; every living coordinate moves by just this much at every step.
+        lr: step size; with `downlink="bit"` every living coordinate moves by just this much at every step.
         beta: decay of both averages, in [0, 1). Smaller than AdamW's: b sees the noise of one worker, not of the mean.
         eps: averages b at or below it count as no gradient: such a coordinate comes to rest.
         weight_decay: decoupled decay λ, as in AdamW.
@@ -58,7 +58,8 @@ class Birder(WireOptimizer):
         process_group: the ranks that train together; the default group if None.
         bucket_mb: size of an exchange, in megabytes of fp32 gradient; if None a quarter of the model, within 4 to 32.
             Results do not depend on it.
-        state_dtype: of m and b. torch.bfloat16 halves the memory and the traffic of the local step.
+        state_dtype: of m and b. torch.bfloat16 halves their memory, and is for a `beta` of at most 0.99: averages that
+            change by less than a 256th a step would stand still.
 
     When not to use it:
         With few workers and tiny batches the answer is mostly noise: it has variance 1 - ū² a coordinate, however
@@ -67,8 +68,8 @@ class Birder(WireOptimizer):
         100 Gbit/s and a small model), AdamW is simpler.
 
     Gradient clipping:
-        Under `attach` gradients are on their way before `clip_grad_norm_` sees them, so it does nothing. A step is
-        bounded by `lr` a coordinate anyway.
+        A step is bounded by `lr` a coordinate anyway. Under `attach` gradients are on their way before
+        `clip_grad_norm_` sees them, so that it has no effect; without, it scales what a worker's averages take in.
 
     Differences from the paper:
         * ε stands in the comparison, and a coordinate whose b is at most ε on all workers neither moves nor decays;

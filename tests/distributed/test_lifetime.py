@@ -1,0 +1,194 @@
+"""What happens to an attached model over its life: wrapped again, frozen, converted, forgotten, resumed half-way."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import thinwire
+from tests.distributed.common import digest, token_loss, token_net
+from tests.harness import run_ranks, run_ranks_expecting_errors
+from thinwire.wire.exchange import Peers
+
+
+def _steps(model: nn.Module, opt: thinwire.Birder, rank: int, count: int, first: int = 0) -> None:
+    for batch in range(first, first + count):
+        token_loss(model, rank, batch).backward()
+        opt.step()
+        opt.zero_grad()
+
+
+def _attached(net: nn.Module, **options: object) -> tuple[DDP, thinwire.Birder]:
+    model = DDP(net)
+    opt = thinwire.Birder(model.parameters(), lr=1e-2, **options)  # type: ignore[arg-type]
+    thinwire.attach(model, opt)
+    return model, opt
+
+
+def _wrap_again(rank: int, world_size: int) -> tuple[str, str]:
+    net = token_net()
+    model, opt = _attached(net)
+    _steps(model, opt, rank, 3)
+    model, opt = _attached(net)
+    _steps(model, opt, rank, 3, first=3)
+    wrapped = digest(net.parameters())
+
+    plain = token_net()
+    _steps(plain, thinwire.Birder(plain.parameters(), lr=1e-2), rank, 3)
+    _steps(plain, thinwire.Birder(plain.parameters(), lr=1e-2), rank, 3, first=3)
+    return wrapped, digest(plain.parameters())
+
+
+def test_a_module_can_be_wrapped_and_attached_again() -> None:
+    for wrapped, plain in run_ranks(_wrap_again, 2):
+        assert wrapped == plain
+
+
+def _forget(rank: int, world_size: int) -> bool:
+    model, opt = _attached(token_net())
+    _steps(model, opt, rank, 2)
+    forgotten = weakref.ref(opt)
+    del model, opt
+    gc.collect()
+    return forgotten() is None
+
+
+def test_a_forgotten_optimizer_is_collected() -> None:
+    assert run_ranks(_forget, 2) == [True, True]
+
+
+def _freeze_then_thaw(rank: int, world_size: int, attach: bool) -> str:
+    net = token_net()
+    model = DDP(net) if attach else net
+    opt = thinwire.Birder(model.parameters(), lr=1e-2)
+    assert isinstance(net.embedding, nn.Embedding)
+    net.embedding.weight.requires_grad_(False)
+    if isinstance(model, DDP):
+        thinwire.attach(model, opt)
+    before = net.embedding.weight.clone()
+    _steps(model, opt, rank, 3)
+    assert torch.equal(net.embedding.weight, before)
+    net.embedding.weight.requires_grad_(True)
+    _steps(model, opt, rank, 3, first=3)
+    assert not torch.equal(net.embedding.weight, before)
+    return digest(net.parameters())
+
+
+def test_a_parameter_may_be_frozen_when_attached_and_thawed_later() -> None:
+    assert len({*run_ranks(_freeze_then_thaw, 2, True), *run_ranks(_freeze_then_thaw, 2, False)}) == 1
+
+
+def _trial_backward(rank: int, world_size: int) -> list[bool]:
+    model, opt = _attached(token_net())
+    token_loss(model, rank, 99).backward()
+    opt.zero_grad()
+    encoded_early = []
+    for batch in range(14):
+        token_loss(model, rank, batch).backward()
+        encoded_early.append(all(opt._encoded))
+        opt.step()
+        opt.zero_grad()
+    return encoded_early
+
+
+def test_overlap_comes_back_after_a_trial_backward() -> None:
+    for encoded_early in run_ranks(_trial_backward, 2):
+        assert not encoded_early[1]
+        assert all(encoded_early[10:])
+
+
+def _load_between_backward_and_step(rank: int, world_size: int) -> tuple[str, str]:
+    net = token_net()
+    model, opt = _attached(net)
+    _steps(model, opt, rank, 3)
+    saved, weights = copy.deepcopy(opt.state_dict()), copy.deepcopy(net.state_dict())
+    _steps(model, opt, rank, 2, first=3)
+    straight = digest(net.parameters())
+    token_loss(model, rank, 7).backward()  # thrown away
+    opt.zero_grad()
+    net.load_state_dict(weights)
+    opt.load_state_dict(saved)
+    _steps(model, opt, rank, 2, first=3)
+    return straight, digest(net.parameters())
+
+
+def test_a_state_may_be_loaded_between_backward_and_step() -> None:
+    for straight, resumed in run_ranks(_load_between_backward_and_step, 2):
+        assert straight == resumed
+
+
+def _other_initial_weights(rank: int, world_size: int) -> None:
+    torch.manual_seed(rank)
+    net = nn.Linear(4, 4)
+    net(torch.ones(1, 4)).sum().backward()
+    thinwire.Birder(net.parameters()).step()
+
+
+def test_replicas_that_start_apart_are_refused_on_every_rank() -> None:
+    for error in run_ranks_expecting_errors(_other_initial_weights, 2):
+        assert "ranks disagree on the checksum of the values of parameter 0" in error.message
+
+
+def _group_after_the_optimizer(rank: int, world_size: int) -> None:
+    # As if it had been made before init_process_group(): it took itself to be alone.
+    net = nn.Linear(4, 4)
+    opt = thinwire.Birder(net.parameters())
+    opt._peers = Peers(None, rank=0, size=1)
+    assert dist.get_world_size() == 2
+    net(torch.ones(1, 4)).sum().backward()
+    opt.step()
+
+
+def test_an_optimizer_made_before_the_process_group_is_refused() -> None:
+    for error in run_ranks_expecting_errors(_group_after_the_optimizer, 2):
+        assert "torch.distributed has 2 ranks, but was initialised after the optimizer was made" in error.message
+
+
+def test_a_model_converted_after_the_optimizer_was_made_is_refused() -> None:
+    net = nn.Linear(4, 4)
+    opt = thinwire.Birder(net.parameters())
+    net.bfloat16()
+    net(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"a parameter is .*bfloat16.*but was .*float32.*Convert the model first"):
+        opt.step()
+
+
+def test_an_optimizer_cannot_be_copied() -> None:
+    with pytest.raises(TypeError, match=r"cannot be copied or pickled: save state_dict\(\)"):
+        copy.deepcopy(thinwire.Birder([nn.Parameter(torch.ones(3))]))
+
+
+def test_a_group_that_is_refused_leaves_no_trace() -> None:
+    p = nn.Parameter(torch.ones(3))
+    opt = thinwire.Birder([p])
+    with pytest.raises(ValueError, match="devices cpu, meta"):
+        opt.add_param_group({"params": [nn.Parameter(torch.ones(3, device="meta"))]})
+    assert len(opt.param_groups) == 1
+    p.grad = torch.ones(3)
+    opt.step()
+    assert not torch.equal(p, torch.ones(3))
+
+
+def test_other_settings_than_those_saved_are_told() -> None:
+    saved = thinwire.Birder([nn.Parameter(torch.ones(3))], seed=1).state_dict()
+    with pytest.warns(RuntimeWarning, match=r"saved with seed=1.*this optimizer has seed=2.*never stopped"):
+        thinwire.Birder([nn.Parameter(torch.ones(3))], seed=2).load_state_dict(saved)
+
+
+def _answers_by_all_to_all(rank: int, world_size: int) -> bool:
+    p = nn.Parameter(torch.ones(3))
+    p.grad = torch.ones(3)
+    opt = thinwire.Birder([p])
+    opt.step()
+    return opt._exchange._copies_are_faster
+
+
+def test_gloo_answers_by_all_to_all() -> None:
+    assert run_ranks(_answers_by_all_to_all, 2) == [True, True]
