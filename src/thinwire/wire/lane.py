@@ -39,7 +39,10 @@ class Lane:
             # what is forgotten is collected, and the thread ends.
             arguments = (self._jobs, weakref.ref(self._failure))
             threading.Thread(target=_work, args=arguments, name="thinwire-lane", daemon=True).start()
-            weakref.finalize(self, self._jobs.put, None)
+            farewell = weakref.finalize(self, self._jobs.put, None)
+            # When the interpreter exits, the thread is left asleep. Woken then, it would race with the teardown of
+            # Python, and CPython ends threads that lose that race by unwinding torch's C++ frames: std::terminate.
+            farewell.atexit = False
 
     def submit(self, job: Job) -> None:
         """Append a job."""
