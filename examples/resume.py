@@ -1,6 +1,6 @@
 """Stop and go on as if nothing had happened: every rank saves and loads a checkpoint of its own.
 
-torchrun --nproc-per-node 2 examples/resume.py --directory /tmp/checkpoints
+torchrun --nproc-per-node 2 examples/resume.py --directory checkpoints
 """
 
 import argparse

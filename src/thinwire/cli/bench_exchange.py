@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from thinwire.cli.charlm import CharTransformer, ModelShape
 from thinwire.cli.launch import Report
+from thinwire.codecs.stochastic_sign import Downlink
 
 SHAPE = ModelShape(layers=9, width=256, context=64)
 """A transformer of about 7 M parameters."""
@@ -33,7 +34,7 @@ class Plan:
     elements: int
     repeats: int
     batch: int
-    downlink: str
+    downlink: Downlink
     bucket_mb: float | None
 
 
@@ -148,7 +149,7 @@ def _training_step(report: Report, plan: Plan) -> Row:
 
 
 def _birder(params: Any, plan: Plan) -> thinwire.Birder:
-    return thinwire.Birder(params, downlink=plan.downlink, bucket_mb=plan.bucket_mb)  # type: ignore[arg-type]
+    return thinwire.Birder(params, downlink=plan.downlink, bucket_mb=plan.bucket_mb)
 
 
 def _take_turns(

@@ -106,8 +106,13 @@ def _cases(grad: Tensor) -> list[_Case]:
         return lambda: kernels.birder_apply(runs, parameter, narrow, alive, packets, **answer, lr=1e-3, decay=0.9999)
 
     at = {"first_word": 0, "words": words, "answer_byte": HEADER_BYTES, "signal": signal}
-    vote_bit = lambda: kernels.vote_bit(votes, HEADER_BYTES, alive, **at, answer=up, key=2)  # noqa: E731
-    vote_count = lambda: kernels.vote_count(votes, HEADER_BYTES, alive, **at, answer=counts, planes=planes)  # noqa: E731
+
+    def vote_bit() -> None:
+        kernels.vote_bit(votes, HEADER_BYTES, alive, **at, answer=up, key=2)
+
+    def vote_count() -> None:
+        kernels.vote_count(votes, HEADER_BYTES, alive, **at, answer=counts, planes=planes)
+
     fp32, bf16 = torch.float32, torch.bfloat16
     return [
         _Case("encode", encode(grad, fp32), 20.125, bar=0.9),

@@ -70,6 +70,8 @@ class WireOptimizer(Optimizer, abc.ABC):
         self._meter = Meter()
         self._step_count = torch.zeros((), dtype=torch.int64)
         self._prepared = False
+        # What load_state_dict is about to copy: our state, and pairs of (own, loaded).
+        self._loading: tuple[dict[Tensor, dict[str, Tensor]], list[tuple[Tensor, Tensor]]] = ({}, [])
         super().__init__(params, defaults)
         self._build()
         _state_dict.install(self)

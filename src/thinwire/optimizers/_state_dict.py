@@ -8,7 +8,7 @@ state that exists since construction. A rank has a state of its own and saves it
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -36,12 +36,13 @@ def install(optimizer: WireOptimizer) -> None:
     optimizer.register_load_state_dict_post_hook(_copy_in)
 
 
-def _take_out(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+def _take_out(registered: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    optimizer = cast("WireOptimizer", registered)
     # Everything is checked here, before torch or we change anything.
     groups = [dict(group) for group in state_dict["param_groups"]]
     for group in groups:
         _check_label(optimizer, group)
-        label(optimizer, group)  # type: ignore[arg-type]
+        label(optimizer, group)
     saved_sizes, sizes = ([len(group["params"]) for group in of] for of in (groups, optimizer.param_groups))
     if saved_sizes != sizes:
         raise ValueError(f"the state dict has parameter groups of {saved_sizes} parameters, this optimizer of {sizes}")
@@ -68,14 +69,14 @@ def _take_out(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any
             copies.append((value, loaded))
     if len(steps) > 1:
         raise ValueError(f"the state dict mixes steps {sorted(steps)}: all parameters must come from one checkpoint")
-    optimizer._loading = (dict(optimizer.state), copies)  # type: ignore[attr-defined]
+    optimizer._loading = (dict(optimizer.state), copies)
     return {"state": {}, "param_groups": groups}
 
 
-def _check_label(optimizer: Optimizer, group: dict[str, Any]) -> None:
+def _check_label(optimizer: WireOptimizer, group: dict[str, Any]) -> None:
     name, size, rank, settings = (group.get(entry) for entry in LABELS)
     own = type(optimizer).__name__
-    peers = optimizer._peers  # type: ignore[attr-defined]
+    peers = optimizer._peers
     if name != own:
         raise ValueError(f"the state dict is of {name or 'another optimizer'}, this is {own}")
     if size != peers.size:
@@ -85,7 +86,7 @@ def _check_label(optimizer: Optimizer, group: dict[str, Any]) -> None:
         )
     if rank != peers.rank:
         _warn(f"the state of rank {rank} is loaded on rank {peers.rank}: save and load one state dict a rank")
-    own_settings = optimizer._settings_text()  # type: ignore[attr-defined]
+    own_settings = optimizer._settings_text()
     if settings != own_settings:
         _warn(f"the state was saved with {settings}, this optimizer has {own_settings}")
 
@@ -95,13 +96,14 @@ def _warn(what: str) -> None:
     warnings.warn(message, RuntimeWarning, stacklevel=6)
 
 
-def _copy_in(optimizer: Optimizer) -> None:
-    state, copies = optimizer._loading  # type: ignore[attr-defined]
-    del optimizer._loading  # type: ignore[attr-defined]
-    optimizer._drain()  # type: ignore[attr-defined]
+def _copy_in(registered: Optimizer) -> None:
+    optimizer = cast("WireOptimizer", registered)
+    state, copies = optimizer._loading
+    optimizer._loading = ({}, [])
+    optimizer._drain()
     with torch.no_grad():
         for own, loaded in copies:
             own.copy_(loaded)
     optimizer.state.clear()
     optimizer.state.update(state)
-    optimizer._begin_step()  # type: ignore[attr-defined]
+    optimizer._begin_step()
