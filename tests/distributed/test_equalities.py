@@ -9,22 +9,7 @@ import pytest
 import torch
 
 from tests.distributed.common import WORLD_SIZES, Training, token_net, trained
-from thinwire.kernels import native
-
-
-def isas_of_this_machine() -> list[str]:
-    if not native.available():
-        return []
-    in_use = native.isa()
-    found = []
-    for isa in ("plain", "avx2", "avx512", "neon"):
-        try:
-            native.use_isa(isa)
-        except ValueError:
-            continue
-        found.append(isa)
-    native.use_isa(in_use)
-    return found
+from tests.instruction_sets import instruction_sets
 
 
 def half_net() -> torch.nn.Module:
@@ -45,7 +30,7 @@ VARIANTS = {
     "reference kernels": Training(environment={"THINWIRE_KERNELS": "reference"}),
     **{
         f"native kernels, {isa}": Training(environment={"THINWIRE_KERNELS": "native", "THINWIRE_ISA": isa})
-        for isa in isas_of_this_machine()
+        for isa in instruction_sets()
     },
 }
 

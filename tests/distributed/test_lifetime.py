@@ -25,9 +25,9 @@ def _steps(model: nn.Module, opt: thinwire.Birder, rank: int, count: int, first:
         opt.zero_grad()
 
 
-def _attached(net: nn.Module, **options: object) -> tuple[DDP, thinwire.Birder]:
+def _attached(net: nn.Module) -> tuple[DDP, thinwire.Birder]:
     model = DDP(net)
-    opt = thinwire.Birder(model.parameters(), lr=1e-2, **options)  # type: ignore[arg-type]
+    opt = thinwire.Birder(model.parameters(), lr=1e-2)
     thinwire.attach(model, opt)
     return model, opt
 

@@ -17,6 +17,7 @@ import torch
 from hypothesis import settings
 from torch import Tensor
 
+from tests.instruction_sets import instruction_sets
 from thinwire.kernels import native, ops
 
 WORD = 64
@@ -27,21 +28,7 @@ PATIENT = settings(deadline=None, max_examples=40)  # a busy machine is no findi
 REFERENCE = ops.BACKENDS["reference"]
 
 
-def _instruction_sets() -> list[str]:
-    if not native.available():
-        return []
-    first, found = native.isa(), []
-    for name in ("plain", "neon", "avx2", "avx512"):
-        try:
-            native.use_isa(name)
-        except ValueError:
-            continue
-        found.append(name)
-    native.use_isa(first)
-    return found
-
-
-ISAS = _instruction_sets()
+ISAS = instruction_sets()
 each_backend = pytest.mark.parametrize("backend", ["reference", *ISAS])
 """The reference, and the native kernels once for each instruction set of this machine."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import zlib
 from collections.abc import Iterable
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire.wire.buckets import is_dense
+from thinwire.wire.mail import memory_of
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 _DTYPES = (torch.float32, *LOW_PRECISION)
@@ -30,8 +30,7 @@ def check_dtypes(params: Iterable[Tensor]) -> None:
 def checksum(p: Tensor) -> int:
     """CRC-32 of a parameter's values."""
     values = p.detach() if is_dense(p) else p.detach().contiguous()
-    size = values.numel() * values.element_size()
-    return zlib.crc32((ctypes.c_ubyte * size).from_address(values.data_ptr()))
+    return zlib.crc32(memory_of(values))
 
 
 def gradient_of(p: Tensor) -> Tensor | None:

@@ -79,9 +79,9 @@ class Mail:
         # place. A worker without peers reads what it has "sent".
         room = 0 if alone else n * max((max(up, down) for _, up, down, _ in geometry), default=0)
         self._scratch = torch.zeros(room, dtype=torch.uint8)
-        self.sent_memory = _memory(self.sent)
-        self.answers_memory = _memory(self.answers)
-        self.received_memory = self.sent_memory if alone else _memory(self._scratch)
+        self.sent_memory = memory_of(self.sent)
+        self.answers_memory = memory_of(self.answers)
+        self.received_memory = self.sent_memory if alone else memory_of(self._scratch)
         self.frames: list[Frame] = []
         sent_at = answers_at = 0
         for bucket, up, down, presence in geometry:
@@ -140,6 +140,7 @@ def _run(slot: Slot, piece: Piece, frame: Frame, base: int, packets: Tensor) -> 
     return piece.start, piece.start - slot.start, piece.stop - piece.start, byte, WORD_BYTES * bucket.shard_words
 
 
-def _memory(tensor: Tensor) -> memoryview:
-    # tensor.numpy() would need NumPy, which torch does not. The view does not own the memory: `Mail` keeps the tensor.
-    return memoryview((ctypes.c_ubyte * tensor.numel()).from_address(tensor.data_ptr())).cast("B")
+def memory_of(tensor: Tensor) -> memoryview:
+    """The bytes of a dense tensor, without NumPy, which torch can do without. The caller keeps the tensor alive."""
+    size = tensor.numel() * tensor.element_size()
+    return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")

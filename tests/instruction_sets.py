@@ -1,0 +1,20 @@
+"""Which native kernels this machine can run."""
+
+from __future__ import annotations
+
+from thinwire.kernels import native
+
+
+def instruction_sets() -> list[str]:
+    """Their names; none where thinwire was installed without a compiler. The one in use stays in use."""
+    if not native.available():
+        return []
+    in_use, found = native.isa(), []
+    for name in ("plain", "neon", "avx2", "avx512"):
+        try:
+            native.use_isa(name)
+        except ValueError:
+            continue
+        found.append(name)
+    native.use_isa(in_use)
+    return found
