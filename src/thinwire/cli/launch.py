@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import pickle
 import signal
 import socket
 import tempfile
+import time
 from collections.abc import Callable
 from multiprocessing import connection, get_context
 from pathlib import Path
@@ -18,6 +20,7 @@ import torch.multiprocessing as torch_mp
 
 # How long the others may take to notice that a worker is gone, before they are ended too.
 GRACE_SECONDS = 3.0
+SECONDS_FOR_GLOO = 0.5
 
 Report = Callable[[Any], None]
 
@@ -100,6 +103,9 @@ def _end(workers: torch_mp.ProcessContext) -> None:
 def _worker_main(
     rank: int, ranks: int, rendezvous: Path, outbox: connection.Connection, work: Callable[..., None], args: tuple
 ) -> None:
+    # gloo's threads give the tensors of a collective back to Python some time after it is complete; one that does so
+    # while the interpreter exits takes the process down with SIGABRT (torch 2.13). Leave them the time.
+    atexit.register(time.sleep, SECONDS_FOR_GLOO)
     # One core each: workers that spread over all cores would only fight each other.
     torch.set_num_threads(1)
     # gloo otherwise looks up the host's name, which may lead to a real network, or nowhere.
