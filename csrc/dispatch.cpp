@@ -81,15 +81,25 @@ int thinwire_use_isa(const char *name) {
 }
 
 int thinwire_birder_encode(const thinwire_run *runs, int64_t n_runs, const void *grad, int grad_dtype, void *m, void *b, int state_dtype,
-                           const uint64_t *alive, uint8_t *packets, float beta, float one_minus_beta, float eps, float scale, int amsgrad,
-                           uint64_t key) {
-  return in_use->table->birder_encode(runs, n_runs, grad, grad_dtype, m, b, state_dtype, alive, packets, beta, one_minus_beta, eps, scale,
-                                      amsgrad, key);
+                           int64_t shift, const uint64_t *alive, uint8_t *packets, float beta, float one_minus_beta, float eps, float scale,
+                           int amsgrad, uint64_t key) {
+  return in_use->table->birder_encode(runs, n_runs, grad, grad_dtype, m, b, state_dtype, shift, alive, packets, beta, one_minus_beta, eps,
+                                      scale, amsgrad, key);
 }
 
-void thinwire_roll_call(const void *state, int state_dtype, int64_t first_word, int64_t shard_words, int64_t shards, int64_t period,
-                        int64_t phase, float eps, uint8_t *packets, int64_t stride, int64_t offset) {
-  in_use->table->roll_call(state, state_dtype, first_word, shard_words, shards, period, phase, eps, packets, stride, offset);
+int thinwire_birder_direction(const thinwire_run *runs, int64_t n_runs, const void *grad, int grad_dtype, void *m, void *b, int state_dtype,
+                              int64_t shift, uint8_t *packets, float beta, float one_minus_beta, float eps, float scale, int amsgrad) {
+  return in_use->table->birder_direction(runs, n_runs, grad, grad_dtype, m, b, state_dtype, shift, packets, beta, one_minus_beta, eps, scale,
+                                         amsgrad);
+}
+
+void thinwire_mean(const uint8_t *rows, int64_t stride, int64_t n, int dtype, int64_t count, float *mean) {
+  in_use->table->mean(rows, stride, n, dtype, count, mean);
+}
+
+void thinwire_roll_call(const void *state, int state_dtype, int64_t shift, int64_t first_word, int64_t shard_words, int64_t shards,
+                        int64_t period, int64_t phase, float eps, uint8_t *packets, int64_t stride, int64_t offset) {
+  in_use->table->roll_call(state, state_dtype, shift, first_word, shard_words, shards, period, phase, eps, packets, stride, offset);
 }
 
 void thinwire_vote_bit(const uint8_t *rows, int64_t stride, int64_t n, const uint64_t *alive, int64_t first_word, int64_t words,
@@ -110,6 +120,11 @@ void thinwire_adopt(uint64_t *alive, int64_t first_word, int64_t shard_words, in
 void thinwire_birder_apply(const thinwire_run *runs, int64_t n_runs, float *x, void *low, int low_dtype, const uint64_t *alive,
                            const uint8_t *answers, int64_t planes, int64_t workers, float rate, float decay) {
   in_use->table->birder_apply(runs, n_runs, x, low, low_dtype, alive, answers, planes, workers, rate, decay);
+}
+
+void thinwire_dense_apply(const thinwire_run *runs, int64_t n_runs, float *x, void *low, int low_dtype, const uint8_t *answers, float lr,
+                          float decay) {
+  in_use->table->dense_apply(runs, n_runs, x, low, low_dtype, answers, lr, decay);
 }
 
 }  // extern "C"

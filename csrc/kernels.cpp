@@ -13,5 +13,6 @@
 #define THINWIRE_JOIN(a, b) THINWIRE_JOIN_(a, b)
 
 extern const thinwire_table THINWIRE_JOIN(thinwire_table_, THINWIRE_ISA);
-const thinwire_table THINWIRE_JOIN(thinwire_table_, THINWIRE_ISA) = {birder_encode, roll_call, vote_bit,
-                                                                     vote_count,    adopt,     birder_apply};
+const thinwire_table THINWIRE_JOIN(thinwire_table_, THINWIRE_ISA) = {
+    birder_encode, birder_direction, mean, roll_call, vote_bit, vote_count, adopt, birder_apply, dense_apply,
+};

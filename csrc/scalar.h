@@ -8,6 +8,7 @@
 #include <cstring>
 
 #define THINWIRE_INLINE static inline __attribute__((always_inline))
+#define THINWIRE_INLINE_MEMBER inline __attribute__((always_inline))
 
 namespace {
 

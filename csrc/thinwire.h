@@ -19,7 +19,7 @@ extern "C" {
 #endif
 
 /* Bumped whenever a signature below changes, so that a stale library is recognised instead of called wrongly. */
-#define THINWIRE_ABI 1
+#define THINWIRE_ABI 2
 
 enum thinwire_dtype { THINWIRE_F32 = 0, THINWIRE_BF16 = 1, THINWIRE_F16 = 2 };
 
@@ -40,17 +40,26 @@ THINWIRE_API const char *thinwire_isa(void);
 /* Uses another one; 0 on success, -1 when this build or this machine does not have it. */
 THINWIRE_API int thinwire_use_isa(const char *name);
 
-/* Birder's local rule, sampled and packed in one pass. `m` and `b` are flat, `grad` is one parameter's; without a
- * gradient (NULL) the bits are sampled from `m` and `b` as they are. Returns 1 when a gradient was not finite: such
- * elements keep their `m` and `b`. */
+/* Birder's local rule, sampled and packed in one pass. `m` and `b` have the flat element e at e - shift; `grad` is one
+ * parameter's; without a gradient (NULL) the bits are sampled from `m` and `b` as they are. Returns 1 when a gradient
+ * was not finite: such elements keep their `m` and `b`. */
 THINWIRE_API int thinwire_birder_encode(const thinwire_run *runs, int64_t n_runs, const void *grad, int grad_dtype, void *m, void *b,
-                                        int state_dtype, const uint64_t *alive, uint8_t *packets, float beta, float one_minus_beta,
-                                        float eps, float scale, int amsgrad, uint64_t key);
+                                        int state_dtype, int64_t shift, const uint64_t *alive, uint8_t *packets, float beta,
+                                        float one_minus_beta, float eps, float scale, int amsgrad, uint64_t key);
+
+/* The same rule, unsampled: m / (b + eps) as a float for each element, NaN for those without life. */
+THINWIRE_API int thinwire_birder_direction(const thinwire_run *runs, int64_t n_runs, const void *grad, int grad_dtype, void *m, void *b,
+                                           int state_dtype, int64_t shift, uint8_t *packets, float beta, float one_minus_beta, float eps,
+                                           float scale, int amsgrad);
+
+/* mean[e] <- (rows[0][e] + rows[1][e] + ...) / n in that order, for `count` elements; rows are `stride` bytes apart. */
+THINWIRE_API void thinwire_mean(const uint8_t *rows, int64_t stride, int64_t n, int dtype, int64_t count, float *mean);
 
 /* For each of `shards` shards, the life (|state| > eps) of its words w with w mod `period` = `phase`, written to
- * `packets` + shard * stride + offset. */
-THINWIRE_API void thinwire_roll_call(const void *state, int state_dtype, int64_t first_word, int64_t shard_words, int64_t shards,
-                                     int64_t period, int64_t phase, float eps, uint8_t *packets, int64_t stride, int64_t offset);
+ * `packets` + shard * stride + offset. Flat element e is state[e - shift]. */
+THINWIRE_API void thinwire_roll_call(const void *state, int state_dtype, int64_t shift, int64_t first_word, int64_t shard_words,
+                                     int64_t shards, int64_t period, int64_t phase, float eps, uint8_t *packets, int64_t stride,
+                                     int64_t offset);
 
 /* The answer to `n` rows of votes: a random worker's bit where `alive`, the or of all bits elsewhere. `alive` may be
  * NULL: or everywhere. `signal`, if not NULL, gets {sum of |2c - n|, number of living elements} over a sixteenth. */
@@ -73,6 +82,10 @@ THINWIRE_API void thinwire_adopt(uint64_t *alive, int64_t first_word, int64_t sh
 THINWIRE_API void thinwire_birder_apply(const thinwire_run *runs, int64_t n_runs, float *x, void *low, int low_dtype,
                                         const uint64_t *alive, const uint8_t *answers, int64_t planes, int64_t workers,
                                         float rate, float decay);
+
+/* x <- decay x - lr u with a float u for each element, where u is not NaN; masters as above. */
+THINWIRE_API void thinwire_dense_apply(const thinwire_run *runs, int64_t n_runs, float *x, void *low, int low_dtype,
+                                       const uint8_t *answers, float lr, float decay);
 
 #ifdef __cplusplus
 }

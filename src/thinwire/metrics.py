@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 class Metrics:
     """Totals since the optimizer was made, of this rank.
 
-    Seconds of `encode`, `apply` and `exposed_wait` are the training thread's; `vote` and `wire` are the lane's and run
-    behind backward when the model is attached.
+    Seconds of `stage`, `apply` and `exposed_wait` are the training thread's; `node`, `vote` and `wire` are the lane's
+    and run behind backward when the model is attached. `encode` is the training thread's in a flat topology and the
+    lane's in a hierarchical one.
     """
 
     steps: int
@@ -19,10 +20,16 @@ class Metrics:
     skipped_steps: int
     """Steps that no rank took because a gradient on some rank was not finite."""
     rounds: int
-    """Collectives; two a bucket and exchange."""
+    """Rounds of messages between workers; two a bucket and exchange."""
     bytes_sent: int
-    """Bytes given to the network for other ranks, headers included."""
+    """Bytes given to the network for other workers, headers included."""
     bytes_received: int
+    node_bytes_sent: int
+    """Bytes given to other ranks of the same node; none in a flat topology, where every rank is a worker."""
+    stage_seconds: float
+    """Copying gradients for the ranks of the same node."""
+    node_seconds: float
+    """Waiting for gradients and answers of ranks of the same node."""
     encode_seconds: float
     """Local rule, sampling and packing."""
     vote_seconds: float
@@ -30,7 +37,8 @@ class Metrics:
     apply_seconds: float
     """Moving the parameters."""
     wire_seconds: float
-    """Time that the lane spent inside collectives, waiting for slower ranks included."""
+    """Waiting for packets and, for another bucket at the same time, for answers, slower ranks included. As the sum of
+    both it may exceed the time that has passed."""
     exposed_wait_seconds: float
     """Time that step() stood still for the lane: the part of the exchange that backward did not hide."""
     mean_abs_vote: float
@@ -63,10 +71,15 @@ class Meter:
     rounds: int = 0
     bytes_sent: int = 0
     bytes_received: int = 0
+    node_bytes_sent: int = 0
+    stage: Stopwatch = field(default_factory=Stopwatch)
+    scatter: Stopwatch = field(default_factory=Stopwatch)
+    share: Stopwatch = field(default_factory=Stopwatch)
     encode: Stopwatch = field(default_factory=Stopwatch)
     vote: Stopwatch = field(default_factory=Stopwatch)
     apply: Stopwatch = field(default_factory=Stopwatch)
-    wire: Stopwatch = field(default_factory=Stopwatch)
+    packets: Stopwatch = field(default_factory=Stopwatch)
+    answers: Stopwatch = field(default_factory=Stopwatch)
     exposed_wait: Stopwatch = field(default_factory=Stopwatch)
 
     def read(self, mean_abs_vote: float) -> Metrics:
@@ -77,10 +90,13 @@ class Meter:
             rounds=self.rounds,
             bytes_sent=self.bytes_sent,
             bytes_received=self.bytes_received,
+            node_bytes_sent=self.node_bytes_sent,
+            stage_seconds=self.stage.seconds,
+            node_seconds=self.scatter.seconds + self.share.seconds,
             encode_seconds=self.encode.seconds,
             vote_seconds=self.vote.seconds,
             apply_seconds=self.apply.seconds,
-            wire_seconds=self.wire.seconds,
+            wire_seconds=self.packets.seconds + self.answers.seconds,
             exposed_wait_seconds=self.exposed_wait.seconds,
             mean_abs_vote=mean_abs_vote,
         )

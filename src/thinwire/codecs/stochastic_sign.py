@@ -36,11 +36,11 @@ class StochasticSign:
 
     def __init__(self, layout: Layout, downlink: Downlink, kernels: Kernels) -> None:
         self._kernels = kernels
-        self.workers = layout.world_size if downlink == "votes" else 0
+        self.workers = layout.workers if downlink == "votes" else 0
         """How many votes an answer counts; 0 when it is a sign."""
-        self.planes = layout.world_size.bit_length() if downlink == "votes" else 1
+        self.planes = layout.workers.bit_length() if downlink == "votes" else 1
         self.alive = torch.zeros(layout.size // WORD, dtype=torch.int64)
-        self._votes_of = layout.world_size
+        self._votes_of = layout.workers
         # Sum of |2c - n| over a sample of living coordinates, and their number.
         self._signal = torch.zeros(2, dtype=torch.int64)
         self.payload = Payload(
@@ -49,13 +49,14 @@ class StochasticSign:
         )
 
     def call_roll(self, frame: Frame, state: Tensor, step: int, eps: float) -> None:
-        """Write into a bucket's packets which coordinates live, for the words whose turn it is."""
+        """Write into a bucket's packets which coordinates of the own slice live, for the words whose turn it is."""
         bucket = frame.bucket
         self._kernels.roll_call(
             state,
-            first_word=bucket.first_word,
+            shift=bucket.state_shift,
+            first_word=bucket.own_start // WORD,
             shard_words=bucket.shard_words,
-            shards=bucket.shards,
+            shards=len(bucket.own_shards),
             period=ROLL_PERIOD,
             phase=step % ROLL_PERIOD,
             eps=eps,

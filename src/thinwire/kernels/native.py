@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-_ABI = 1
+_ABI = 2
 PATH = Path(__file__).with_name("_native.so")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -22,9 +22,14 @@ _SIGNATURES = {
     "thinwire_use_isa": (_int, [ctypes.c_char_p]),
     "thinwire_birder_encode": (
         _int,
-        [_ptr, _i64, _ptr, _int, _ptr, _ptr, _int, _ptr, _ptr, _float, _float, _float, _float, _int, _u64],
+        [_ptr, _i64, _ptr, _int, _ptr, _ptr, _int, _i64, _ptr, _ptr, _float, _float, _float, _float, _int, _u64],
     ),
-    "thinwire_roll_call": (None, [_ptr, _int, _i64, _i64, _i64, _i64, _i64, _float, _ptr, _i64, _i64]),
+    "thinwire_birder_direction": (
+        _int,
+        [_ptr, _i64, _ptr, _int, _ptr, _ptr, _int, _i64, _ptr, _float, _float, _float, _float, _int],
+    ),
+    "thinwire_mean": (None, [_ptr, _i64, _i64, _int, _i64, _ptr]),
+    "thinwire_roll_call": (None, [_ptr, _int, _i64, _i64, _i64, _i64, _i64, _i64, _float, _ptr, _i64, _i64]),
     "thinwire_vote_bit": (None, [_ptr, _i64, _i64, _ptr, _i64, _i64, _ptr, _u64, _ptr]),
     "thinwire_vote_count": (None, [_ptr, _i64, _i64, _ptr, _i64, _i64, _ptr, _ptr]),
     "thinwire_adopt": (None, [_ptr, _i64, _i64, _i64, _ptr, _i64, _i64, _i64, _i64]),
@@ -32,6 +37,7 @@ _SIGNATURES = {
         None,
         [_ptr, _i64, _ptr, _ptr, _int, _ptr, _ptr, _i64, _i64, _float, _float],
     ),
+    "thinwire_dense_apply": (None, [_ptr, _i64, _ptr, _ptr, _int, _ptr, _float, _float]),
 }
 
 
@@ -87,6 +93,7 @@ def birder_encode(
     scale: float,
     amsgrad: bool,
     key: int,
+    shift: int = 0,
 ) -> bool:
     """See `reference.birder_encode`."""
     return bool(
@@ -98,6 +105,7 @@ def birder_encode(
             m.data_ptr(),
             b.data_ptr(),
             _DTYPES[m.dtype],
+            shift,
             alive.data_ptr(),
             packets.data_ptr(),
             beta,
@@ -107,6 +115,52 @@ def birder_encode(
             amsgrad,
             key,
         )
+    )
+
+
+def birder_direction(
+    runs: Tensor,
+    grad: Tensor | None,
+    m: Tensor,
+    b: Tensor,
+    packets: Tensor,
+    *,
+    beta: float,
+    eps: float,
+    scale: float,
+    amsgrad: bool,
+    shift: int = 0,
+) -> bool:
+    """See `reference.birder_direction`."""
+    return bool(
+        _lib().thinwire_birder_direction(
+            runs.data_ptr(),
+            runs.shape[0],
+            None if grad is None else grad.data_ptr(),
+            0 if grad is None else _DTYPES[grad.dtype],
+            m.data_ptr(),
+            b.data_ptr(),
+            _DTYPES[m.dtype],
+            shift,
+            packets.data_ptr(),
+            beta,
+            1.0 - beta,
+            eps,
+            scale,
+            amsgrad,
+        )
+    )
+
+
+def mean(rows: Tensor, out: Tensor) -> None:
+    """See `reference.mean`."""
+    _lib().thinwire_mean(
+        rows.data_ptr(),
+        rows.stride(0) * rows.element_size(),
+        rows.shape[0],
+        _DTYPES[rows.dtype],
+        rows.shape[1],
+        out.data_ptr(),
     )
 
 
@@ -121,11 +175,13 @@ def roll_call(
     eps: float,
     packets: Tensor,
     offset: int,
+    shift: int = 0,
 ) -> None:
     """See `reference.roll_call`."""
     _lib().thinwire_roll_call(
         state.data_ptr(),
         _DTYPES[state.dtype],
+        shift,
         first_word,
         shard_words,
         shards,
@@ -238,5 +294,19 @@ def birder_apply(
         planes,
         workers,
         lr / workers if workers else lr,
+        decay,
+    )
+
+
+def dense_apply(runs: Tensor, x: Tensor, low: Tensor | None, answers: Tensor, *, lr: float, decay: float) -> None:
+    """See `reference.dense_apply`."""
+    _lib().thinwire_dense_apply(
+        runs.data_ptr(),
+        runs.shape[0],
+        x.data_ptr(),
+        None if low is None else low.data_ptr(),
+        0 if low is None else _DTYPES[low.dtype],
+        answers.data_ptr(),
+        lr,
         decay,
     )

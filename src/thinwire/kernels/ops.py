@@ -24,11 +24,14 @@ class Kernels:
 
     name: str
     birder_encode: Callable[..., bool]
+    birder_direction: Callable[..., bool]
+    mean: Callable[[Tensor, Tensor], None]
     roll_call: Callable[..., None]
     vote_bit: Callable[..., None]
     vote_count: Callable[..., None]
     adopt: Callable[..., None]
     birder_apply: Callable[..., None]
+    dense_apply: Callable[..., None]
 
     def any_of(self, rows: Tensor, byte: int, words: int, answer: Tensor, answer_byte: int) -> None:
         """The *or* of all rows: what a vote is where nobody is known to be alive."""

@@ -32,6 +32,10 @@ def words_at(buffer: Tensor, byte: int, count: int) -> Tensor:
     return buffer.view(-1)[byte : byte + 8 * count].view(torch.int64)
 
 
+def _floats_at(buffer: Tensor, byte: int, count: int) -> Tensor:
+    return buffer.view(-1)[byte : byte + 4 * count].view(torch.float32)
+
+
 def _flat(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
@@ -53,31 +57,74 @@ def birder_encode(
     scale: float,
     amsgrad: bool,
     key: int,
+    shift: int = 0,
 ) -> bool:
-    """Update `m` and `b` by the scaled gradient (if any) and write the sampled bits; True when it was not finite."""
+    """Update `m` and `b` by the scaled gradient (if any) and write the sampled bits; True when it was not finite.
+
+    `m` and `b` have the element `e` of the flat space at `e - shift`.
+    """
     nonfinite = False
     for element, in_param, count, byte, _ in runs.tolist():
         words = -(-count // 64)
-        here = slice(element, element + 64 * words)
-        m_old, b_old = m[here].to(torch.float32), b[here].to(torch.float32)
+        here = slice(element - shift, element - shift + 64 * words)
         if grad is not None:
-            g = torch.zeros(64 * words)
-            g[:count] = _flat(grad)[in_param : in_param + count]
-            g *= scale
-            finite = g.isfinite()
-            nonfinite |= not bool(finite.all())
-            m_new = m_old * beta + g * (1.0 - beta)
-            b_new = b_old * beta + g.abs() * (1.0 - beta)
-            if amsgrad:
-                b_new = torch.maximum(b_new, b_old)
-            m[here] = torch.where(finite, m_new, m_old).to(m.dtype)
-            b[here] = torch.where(finite, b_new, b_old).to(b.dtype)
+            nonfinite |= _absorb(_flat(grad)[in_param : in_param + count], m[here], b[here], beta, scale, amsgrad)
         r = rng.uniform(key, torch.arange(element, element + 64 * words))
         votes = m[here].to(torch.float32) > r * (b[here].to(torch.float32) + eps)
         living = unpack(alive[element // 64 : element // 64 + words])
         hello = _life(m[here] if amsgrad else b[here], eps)
         words_at(packets, byte, words).copy_(pack(torch.where(living, votes, hello)))
     return nonfinite
+
+
+def birder_direction(
+    runs: Tensor,
+    grad: Tensor | None,
+    m: Tensor,
+    b: Tensor,
+    packets: Tensor,
+    *,
+    beta: float,
+    eps: float,
+    scale: float,
+    amsgrad: bool,
+    shift: int = 0,
+) -> bool:
+    """As `birder_encode`, but write `m / (b + eps)` itself, a float an element; NaN where a coordinate has no life."""
+    nonfinite = False
+    for element, in_param, count, byte, _ in runs.tolist():
+        words = -(-count // 64)
+        here = slice(element - shift, element - shift + 64 * words)
+        if grad is not None:
+            nonfinite |= _absorb(_flat(grad)[in_param : in_param + count], m[here], b[here], beta, scale, amsgrad)
+        u = m[here].to(torch.float32) / (b[here].to(torch.float32) + eps)
+        u = torch.where(_life(m[here] if amsgrad else b[here], eps), u, torch.nan)
+        _floats_at(packets, byte, count).copy_(u[:count])
+    return nonfinite
+
+
+def _absorb(grad: Tensor, m: Tensor, b: Tensor, beta: float, scale: float, amsgrad: bool) -> bool:
+    """Birder's two averages, over whole words in place; elements whose gradient is not finite keep theirs."""
+    g = torch.zeros(m.numel())
+    g[: grad.numel()] = grad
+    g *= scale
+    finite = g.isfinite()
+    m_old, b_old = m.to(torch.float32), b.to(torch.float32)
+    m_new = m_old * beta + g * (1.0 - beta)
+    b_new = b_old * beta + g.abs() * (1.0 - beta)
+    if amsgrad:
+        b_new = torch.maximum(b_new, b_old)
+    m.copy_(torch.where(finite, m_new, m_old))
+    b.copy_(torch.where(finite, b_new, b_old))
+    return not bool(finite.all())
+
+
+def mean(rows: Tensor, out: Tensor) -> None:
+    """The mean of the rows, which are floats or bfloat16, summed in float32 and in their order."""
+    out.copy_(rows[0])
+    for row in rows[1:]:
+        out += row.to(torch.float32)
+    out *= torch.tensor(1.0) / rows.shape[0]
 
 
 def roll_call(
@@ -91,15 +138,19 @@ def roll_call(
     eps: float,
     packets: Tensor,
     offset: int,
+    shift: int = 0,
 ) -> None:
-    """Write, for every shard, the life of its words `w` with `w % period == phase` at `offset` of its packet."""
+    """Write, for every shard, the life of its words `w` with `w % period == phase` at `offset` of its packet.
+
+    `state` has the element `e` of the flat space at `e - shift`.
+    """
     stride = packets.stride(0)
     for shard in range(shards):
         start = first_word + shard * shard_words
         called = [w for w in range(start, start + shard_words) if w % period == phase]
         to = words_at(packets, shard * stride + offset, len(called))
         for i, w in enumerate(called):
-            to[i] = pack(_life(state[64 * w : 64 * w + 64], eps))[0]
+            to[i] = pack(_life(state[64 * w - shift : 64 * w - shift + 64], eps))[0]
 
 
 def vote_bit(
@@ -210,14 +261,7 @@ def birder_apply(
     parameter itself, or the master of the low-precision parameter `low`. A master that no longer rounds to `low`
     (somebody loaded weights) is replaced by it first.
     """
-    master = _flat(x)
     for element, in_param, count, byte, plane_bytes in runs.tolist():
-        here = slice(in_param, in_param + count)
-        old = master[here]
-        if low is not None:
-            narrow = _flat(low)[here]
-            rounds_to_it = old.to(low.dtype).view(torch.int16) == narrow.view(torch.int16)
-            old.copy_(torch.where(rounds_to_it, old, narrow.float()))
         words = -(-count // 64)
         living = unpack(alive[element // 64 : element // 64 + words])[:count]
         counts = torch.zeros(count, dtype=torch.int64)
@@ -227,6 +271,22 @@ def birder_apply(
             move = -((2 * counts - workers).to(torch.float32) * (lr / workers))
         else:
             move = (1 - 2 * counts).to(torch.float32) * lr
-        old.copy_(torch.where(living, old * decay + move, old))
-        if low is not None:
-            _flat(low)[here] = old
+        _move(x, low, slice(in_param, in_param + count), living, move, decay)
+
+
+def dense_apply(runs: Tensor, x: Tensor, low: Tensor | None, answers: Tensor, *, lr: float, decay: float) -> None:
+    """Move and decay a parameter's runs by the answer's floats, where these are not NaN; `x` and `low` as above."""
+    for _, in_param, count, byte, _ in runs.tolist():
+        u = _floats_at(answers, byte, count)
+        _move(x, low, slice(in_param, in_param + count), ~u.isnan(), -(u * lr), decay)
+
+
+def _move(x: Tensor, low: Tensor | None, here: slice, living: Tensor, move: Tensor, decay: float) -> None:
+    old = _flat(x)[here]
+    if low is not None:
+        narrow = _flat(low)[here]
+        rounds_to_it = old.to(low.dtype).view(torch.int16) == narrow.view(torch.int16)
+        old.copy_(torch.where(rounds_to_it, old, narrow.float()))
+    old.copy_(torch.where(living, old * decay + move, old))
+    if low is not None:
+        _flat(low)[here] = old

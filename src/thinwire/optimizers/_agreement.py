@@ -6,11 +6,47 @@ A disagreement is found on every rank at once, because every rank sees all descr
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from thinwire.wire.exchange import Peers
+from torch import Tensor
+
+from thinwire._version import __version__
+from thinwire.optimizers import _state_dict
+from thinwire.optimizers._inputs import checksum
+from thinwire.wire.peers import Peers
+
+if TYPE_CHECKING:
+    from thinwire.optimizers._base import WireOptimizer
 
 Description = dict[str, Any]
+
+
+def describe(optimizer: WireOptimizer, names: dict[Tensor, str]) -> Description:
+    """Everything on which ranks must agree; `names` are the parameters', where they are known."""
+    params = list(reversed(optimizer._flat_params))
+    description: dict[str, Any] = {
+        "the optimizer's class": type(optimizer).__name__,
+        "thinwire's version": __version__,
+        "seed": optimizer._seed,
+        "bucket_mb": optimizer._bucket_mb,
+        "what makes up a node": optimizer._topology.source,
+        "the topology": str(optimizer._topology),
+        "node_dtype": str(optimizer._node_dtype),
+        **optimizer._settings(),
+        "the number of steps taken": int(optimizer._step_count),
+        "the number of parameter groups": len(optimizer.param_groups),
+        "the number of parameters": len(params),
+    }
+    for i, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            if key not in ("params", "param_names", *_state_dict.LABELS):
+                description[f"{key} of parameter group {i}"] = float(value) if isinstance(value, Tensor) else value
+    for i, p in enumerate(params):
+        description[f"parameter {i}"] = (names.get(p, "unnamed"), tuple(p.shape), str(p.dtype), p.stride())
+    for i, p in enumerate(params):
+        # Ranks exchange moves, not values: replicas that start apart would stay apart.
+        description[f"the checksum of the values of parameter {i}"] = checksum(p)
+    return description
 
 
 def require_agreement(peers: Peers, description: Description) -> None:

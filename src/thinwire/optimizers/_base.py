@@ -1,6 +1,6 @@
 """The one file that orders the stages of a step.
 
-    gradients → bucket → local rule → codec → exchange → apply → metrics
+    gradients → bucket → [mean over the node] → local rule → codec → exchange → apply → metrics
 
 A paper is a subclass. It says what it keeps (`_declare`), what it sends (`_local`, `_seal`), how the owner of a shard
 answers (`_merge`), and what everybody does with the answer (`_apply`). When and by whom these are called is decided
@@ -14,25 +14,39 @@ import abc
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from thinwire._version import __version__
 from thinwire.kernels import ops
 from thinwire.metrics import Meter, Metrics
 from thinwire.optimizers import _state_dict
-from thinwire.optimizers._agreement import require_agreement
-from thinwire.optimizers._inputs import LOW_PRECISION, check_dtypes, checksum, gradient_of
+from thinwire.optimizers._agreement import describe, require_agreement
+from thinwire.optimizers._inputs import LOW_PRECISION, check_dtypes, gradient_of
 from thinwire.wire import packet
 from thinwire.wire.buckets import WORD, Layout, bucket_elements, is_dense
-from thinwire.wire.exchange import Exchange, Peers
+from thinwire.wire.exchange import Exchange, Job
 from thinwire.wire.lane import Lane
 from thinwire.wire.mail import Frame, Mail, Part, Payload
+from thinwire.wire.node import Node
+from thinwire.wire.peers import Peers
+from thinwire.wire.topology import Choice, choose
+
+
+@dataclass(frozen=True)
+class State:
+    """What an optimizer keeps, by name: flat tensors, which are given out a parameter at a time."""
+
+    own: dict[str, Tensor]
+    """As long as this rank's slices of the flat space: what a worker keeps for itself."""
+    words: dict[str, Tensor]
+    """A bit an element of the whole flat space, the same on all ranks."""
 
 
 class WireOptimizer(Optimizer, abc.ABC):
@@ -41,7 +55,8 @@ class WireOptimizer(Optimizer, abc.ABC):
     The phases of `step()`:
 
     1. encode the gradients that backward has not encoded already; a bucket whose last parameter is encoded goes to the
-       lane, which exchanges buckets in order while the next are being encoded;
+       lane, which exchanges buckets in order while the next are being encoded. In a hierarchical topology gradients are
+       only staged here, and the lane encodes what comes out of the node's mean;
     2. wait for the lane;
     3. if any gradient on any rank was not finite, stop here, on all ranks;
     4. apply the answers.
@@ -58,18 +73,27 @@ class WireOptimizer(Optimizer, abc.ABC):
         *,
         seed: int,
         process_group: dist.ProcessGroup | None,
+        topology: Choice,
+        mesh: DeviceMesh | None,
+        node_dtype: torch.dtype,
         bucket_mb: float | None,
     ) -> None:
         if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
             raise ValueError(f"seed={seed!r}: expected an integer in [0, 2**63)")
         if bucket_mb is not None and not 0 < bucket_mb < math.inf:
             raise ValueError(f"bucket_mb={bucket_mb!r}: expected a positive number, in megabytes of fp32 gradient")
+        if node_dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"node_dtype={node_dtype!r}: expected torch.float32 or torch.bfloat16")
         self._seed = seed
         self._bucket_mb = bucket_mb
+        self._node_dtype = node_dtype
         self._peers = Peers.of(process_group)
+        self._topology = choose(topology, mesh, self._peers)
         self._meter = Meter()
         self._step_count = torch.zeros((), dtype=torch.int64)
         self._prepared = False
+        self._lanes: list[Lane] = []
+        self._repeats = False
         # What load_state_dict is about to copy: our state, and pairs of (own, loaded).
         self._loading: tuple[dict[Tensor, dict[str, Tensor]], list[tuple[Tensor, Tensor]]] = ({}, [])
         super().__init__(params, defaults)
@@ -87,23 +111,20 @@ class WireOptimizer(Optimizer, abc.ABC):
         """Arguments of the constructor, beyond those of parameter groups, on which all ranks must agree."""
 
     @abc.abstractmethod
-    def _declare(self, layout: Layout) -> tuple[Payload, dict[str, Tensor]]:
-        """Allocate the flat state; tell how many words a packet carries, and the state's tensors by name.
-
-        A tensor as long as the flat space is given out a parameter at a time; one of a bit an element, in words.
-        """
+    def _declare(self, layout: Layout) -> tuple[Payload, State]:
+        """Allocate the flat state; tell how many words a packet carries, and what is kept, to be saved."""
 
     @abc.abstractmethod
     def _local(self, part: Part, grad: Tensor | None, group: dict[str, Any], scale: float) -> bool:
-        """The local rule for a part of a parameter, given the parameter's gradient times `scale`.
+        """The local rule for a part of a parameter, given a gradient to be multiplied by `scale`.
 
-        Writes its bits into the packets; returns whether the gradient was not finite. Without a gradient the bits are
-        those of the state as it is.
+        Writes the bits of `part.up_runs` into the packets; returns whether the gradient was not finite. Without a
+        gradient the bits are those of the state as it is. Runs on the lane in a hierarchical topology.
         """
 
     @abc.abstractmethod
     def _seal(self, frame: Frame) -> None:
-        """Add to a bucket's packets what is known only when all its parameters are encoded."""
+        """Add to a bucket's packets what is known only when all its parameters are encoded. Runs on the lane."""
 
     @abc.abstractmethod
     def _merge(self, frame: Frame, shard: int) -> None:
@@ -163,18 +184,24 @@ class WireOptimizer(Optimizer, abc.ABC):
             raise ValueError(f"parameters on devices {names}: an optimizer needs all its parameters on one device")
         self._kernels = ops.backend(devices.pop() if devices else torch.device("cpu"))
         numels = [p.numel() for p, _ in owned]
-        layout = Layout(numels, self._peers.size, bucket_elements(self._bucket_mb, sum(numels)))
+        topology = self._topology
+        layout = Layout(
+            numels,
+            topology.workers,
+            bucket_elements(self._bucket_mb, sum(numels)),
+            slices=topology.slices,
+            own_slice=topology.own_slice,
+        )
         self._flat_params: list[Tensor] = [owned[slot.index][0] for slot in layout.slots]
         """The parameters that take part, in the order of the flat space."""
         self._group_index = [owned[slot.index][1] for slot in layout.slots]
-        payload, flat_state = self._declare(layout)
-        self._mail = Mail(layout, payload, alone=self._peers.size == 1)
+        payload, kept = self._declare(layout)
+        self._mail = Mail(layout, payload, alone=topology.workers == 1)
         self.state.clear()
         for p, slot in zip(self._flat_params, layout.slots, strict=True):
             state: dict[str, Tensor] = {"step": self._step_count}
-            for name, flat in flat_state.items():
-                packed = flat.numel() != layout.size
-                state[name] = flat[slot.start // WORD : slot.stop // WORD] if packed else layout.view(flat, slot, p)
+            state |= {name: layout.own_view(own, slot, p) for name, own in kept.own.items()}
+            state |= {name: words[slot.start // WORD : slot.stop // WORD] for name, words in kept.words.items()}
             if p.dtype in LOW_PRECISION:
                 order = torch.preserve_format if is_dense(p) else torch.contiguous_format
                 state["master"] = torch.empty_like(p, dtype=torch.float32, memory_format=order).copy_(p.detach())
@@ -198,35 +225,21 @@ class WireOptimizer(Optimizer, abc.ABC):
         if self._prepared and names is None:
             return
         self._peers.refuse_late_group()
-        require_agreement(self._peers, self._description(names or {}))
+        require_agreement(self._peers, describe(self, names or {}))
+        if self._topology.complaint is not None:
+            raise ValueError(self._topology.complaint)
         if self._prepared:
             return
-        group = self._peers.private_group()
-        self._exchange = Exchange(self._mail, self._peers, group, self._meter)
-        self._lane = Lane(threaded=group is not None)
+        group = self._peers.private_group(self._topology.slice_ranks())
+        self._exchange = Exchange(self._mail, self._topology, group, self._meter)
+        node_group = self._peers.private_group(self._topology.node_ranks())
+        self._node = None
+        if node_group is not None:
+            self._node = Node(self._mail, self._topology, node_group, self._node_dtype, self._kernels, self._meter)
+        # Three, so that a bucket can be sent while others wait for packets, and others again for answers.
+        threaded = self._peers.size > 1
+        self._lanes = self._sending, self._answering, self._collecting = [Lane(threaded=threaded) for _ in range(3)]
         self._prepared = True
-
-    def _description(self, names: dict[Tensor, str]) -> dict[str, Any]:
-        description: dict[str, Any] = {
-            "the optimizer's class": type(self).__name__,
-            "thinwire's version": __version__,
-            "seed": self._seed,
-            "bucket_mb": self._bucket_mb,
-            **self._settings(),
-            "the number of steps taken": int(self._step_count),
-            "the number of parameter groups": len(self.param_groups),
-            "the number of parameters": len(self._flat_params),
-        }
-        for i, group in enumerate(self.param_groups):
-            for key, value in group.items():
-                if key not in ("params", "param_names", *_state_dict.LABELS):
-                    description[f"{key} of parameter group {i}"] = float(value) if isinstance(value, Tensor) else value
-        for i, p in enumerate(reversed(self._flat_params)):
-            description[f"parameter {i}"] = (names.get(p, "unnamed"), tuple(p.shape), str(p.dtype), p.stride())
-        for i, p in enumerate(reversed(self._flat_params)):
-            # Ranks exchange moves, not values: replicas that start apart would stay apart.
-            description[f"the checksum of the values of parameter {i}"] = checksum(p)
-        return description
 
     # A step ----------------------------------------------------------------------------------------------------------
 
@@ -240,7 +253,8 @@ class WireOptimizer(Optimizer, abc.ABC):
         self._begin_exchange()
 
     def _begin_exchange(self) -> None:
-        self._missing = list(self._mail.parts_in)
+        self._listening = False
+        self._missing = [len(parts) for parts in self._mail.contents]
         self._submitted = 0
         self._flags_seen = 0
 
@@ -300,27 +314,65 @@ class WireOptimizer(Optimizer, abc.ABC):
                 "model first, and make the optimizer then"
             )
         self._encoded[position] = True
-        group = self._group_of(position)
+        if not self._listening:
+            self._listening = True
+            self._sending.submit(self._exchange.listen)
         for part in self._mail.parts[position]:
-            bucket = part.frame.bucket.index
+            bucket = part.frame.bucket
             if grad is not None:
-                self._presence[bucket] |= part.presence
-            with self._meter.encode:
-                if self._local(part, grad, group, scale):
-                    self._flags_sent |= packet.NONFINITE
-            self._missing[bucket] -= 1
+                self._presence[bucket.index] |= part.presence
+            if self._node is None:
+                self._flags_sent |= self._encode_part(part, grad, self._group_of(position), scale)
+            elif not self._repeats:
+                with self._meter.stage:
+                    self._node.stage(position, bucket, grad, scale)
+            self._missing[bucket.index] -= 1
             # In order, whatever the order of the gradients: ranks must start the same exchange at the same time.
             while self._submitted < len(self._missing) and not self._missing[self._submitted]:
                 self._submit(self._mail.frames[self._submitted])
                 self._submitted += 1
 
-    def _submit(self, frame: Frame) -> None:
-        self._seal(frame)
-        self._mail.write_presence(frame, self._presence[frame.bucket.index])
-        self._lane.submit(functools.partial(self._run_exchange, frame, self._step_number, self._flags_sent))
+    def _encode_part(self, part: Part, grad: Tensor | None, group: dict[str, Any], scale: float) -> int:
+        with self._meter.encode:
+            return packet.NONFINITE if self._local(part, grad, group, scale) else 0
 
-    def _run_exchange(self, frame: Frame, step: int, flags: int) -> None:
-        self._flags_seen |= self._exchange.run(frame, step, flags, self._merge_all)
+    def _submit(self, frame: Frame) -> None:
+        job = Job(frame, self._step_number, self._flags_sent)
+        send = functools.partial(self._send, job)
+        if self._node is not None:
+            # A scheduler may change the groups while the lane is still at it.
+            groups = [dict(group) for group in self.param_groups]
+            send = functools.partial(self._send_as_node, self._node, job, groups, gradients=not self._repeats)
+        self._sending.submit(send)
+
+    # What the lanes do with a bucket, one after the other.
+
+    def _send_as_node(self, node: Node, job: Job, groups: list[dict[str, Any]], *, gradients: bool) -> None:
+        bucket = job.frame.bucket.index
+        if gradients:
+            self._presence[bucket] = node.scatter(job, self._presence[bucket])
+        for position, part in self._mail.contents[bucket]:
+            if part.up_runs.shape[0]:
+                present = gradients and self._presence[bucket] & part.presence
+                mean = node.mean(job, part.up_runs) if present else None
+                job.flags |= self._encode_part(part, mean, groups[self._group_index[position]], 1.0)
+        self._send(job)
+
+    def _send(self, job: Job) -> None:
+        self._seal(job.frame)
+        self._mail.write_presence(job.frame, self._presence[job.frame.bucket.index])
+        self._exchange.send(job)
+        self._answering.submit(functools.partial(self._answer, job))
+
+    def _answer(self, job: Job) -> None:
+        self._exchange.answer(job, self._merge_all)
+        self._collecting.submit(functools.partial(self._collect, job))
+
+    def _collect(self, job: Job) -> None:
+        self._exchange.collect(job)
+        if self._node is not None:
+            self._node.share(job)
+        self._flags_seen |= self._exchange.conclude(job)
 
     def _merge_all(self, frame: Frame, shard: int) -> None:
         self._merge(frame, shard)
@@ -330,14 +382,16 @@ class WireOptimizer(Optimizer, abc.ABC):
 
     def _wait(self) -> int:
         with self._meter.exposed_wait:
-            self._lane.wait()
+            self._drain()
         return self._flags_seen
 
     def _exchange_again(self) -> int:
         """A second exchange in the same step, from the state as it is and with the same presence; the flags seen."""
         self._begin_exchange()
+        self._repeats = True
         for position in range(len(self._flat_params)):
             self._encode(position, None, 1.0)
+        self._repeats = False
         return self._wait()
 
     def _apply_all(self) -> None:
@@ -360,8 +414,8 @@ class WireOptimizer(Optimizer, abc.ABC):
 
     def _drain(self) -> None:
         """Wait for exchanges under way, so that nobody changes what they read."""
-        if self._prepared:
-            self._lane.wait()
+        for lane in self._lanes:
+            lane.wait()
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(

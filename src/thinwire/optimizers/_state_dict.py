@@ -17,17 +17,16 @@ from torch.optim import Optimizer
 if TYPE_CHECKING:
     from thinwire.optimizers._base import WireOptimizer
 
-LABELS = ("wire_class", "wire_world_size", "wire_rank", "wire_settings")
+LABELS = ("wire_class", "wire_world_size", "wire_topology", "wire_rank", "wire_settings")
 """Entries of every parameter group that tell whose state it is: tools that take state dicts apart and put them together
 again (DCP, Accelerate) keep nothing but the groups and the parameters' state."""
 
 
 def label(optimizer: WireOptimizer, group: dict[str, Any]) -> None:
     """Write into a group whose state it is."""
-    peers = optimizer._peers
-    group.update(
-        zip(LABELS, (type(optimizer).__name__, peers.size, peers.rank, optimizer._settings_text()), strict=True)
-    )
+    peers, topology = optimizer._peers, str(optimizer._topology)
+    values = (type(optimizer).__name__, peers.size, topology, peers.rank, optimizer._settings_text())
+    group.update(zip(LABELS, values, strict=True))
 
 
 def install(optimizer: WireOptimizer) -> None:
@@ -74,7 +73,7 @@ def _take_out(registered: Optimizer, state_dict: dict[str, Any]) -> dict[str, An
 
 
 def _check_label(optimizer: WireOptimizer, group: dict[str, Any]) -> None:
-    name, size, rank, settings = (group.get(entry) for entry in LABELS)
+    name, size, topology, rank, settings = (group.get(entry) for entry in LABELS)
     own = type(optimizer).__name__
     peers = optimizer._peers
     if name != own:
@@ -83,6 +82,11 @@ def _check_label(optimizer: WireOptimizer, group: dict[str, Any]) -> None:
         raise ValueError(
             f"the state dict is of {size} ranks, this run has {peers.size}: each rank has a state of its own, so "
             "resume with as many ranks as were saved"
+        )
+    if topology != str(optimizer._topology):
+        raise ValueError(
+            f"the state dict is of topology {topology}, this optimizer has {optimizer._topology}: a rank's state "
+            "depends on who is in its node, so resume with the topology that was saved"
         )
     if rank != peers.rank:
         _warn(f"the state of rank {rank} is loaded on rank {peers.rank}: save and load one state dict a rank")

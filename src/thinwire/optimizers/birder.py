@@ -12,14 +12,17 @@ from typing import Any, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import ParamsT
 
+from thinwire.codecs.dense import Dense
 from thinwire.codecs.stochastic_sign import Downlink, StochasticSign
 from thinwire.kernels import rng
-from thinwire.optimizers._base import WireOptimizer
+from thinwire.optimizers._base import State, WireOptimizer
 from thinwire.wire import packet
 from thinwire.wire.buckets import Layout
 from thinwire.wire.mail import Frame, Part, Payload
+from thinwire.wire.topology import Choice
 
 
 class Birder(WireOptimizer):
@@ -56,6 +59,12 @@ class Birder(WireOptimizer):
             removes the second sampling's noise for ceil(log2(n+1)) bits down instead of one.
         seed: of the sampling; the same on all ranks.
         process_group: the ranks that train together; the default group if None.
+        topology: "flat": every rank is a worker i as above. "hierarchical": every node is one. Its ranks average their
+            gradients over their fast link; each then keeps m and b for its slice of the model only and exchanges that
+            slice with the other nodes, so that 1/G of the bytes leave a node of G ranks. "auto": hierarchical if there
+            are several nodes of several ranks, as told by torchrun's LOCAL_WORLD_SIZE or by `mesh`, else flat.
+        mesh: a two-dimensional DeviceMesh of the same ranks, a row a node, where LOCAL_WORLD_SIZE does not tell.
+        node_dtype: of gradients on the link inside a node: torch.float32, or torch.bfloat16 for half the bytes.
         bucket_mb: size of an exchange, in megabytes of fp32 gradient; if None a quarter of the model, within 4 to 32.
             Results do not depend on it.
         state_dtype: of m and b. torch.bfloat16 halves their memory, and is for a `beta` of at most 0.99: averages that
@@ -79,6 +88,7 @@ class Birder(WireOptimizer):
         * The owner draws one worker's bit at random instead of sampling Q(ū): the same distribution, fewer operations.
         * Decoupled weight decay, `downlink="votes"`, `state_dtype` and fp32 masters of bf16 and fp16 parameters are
           ours.
+        * In a hierarchical topology of a single node nothing is compressed: x ← (1 - lr·λ) x - lr · u.
         * A parameter whose `grad` is None on all workers is left alone in that step, as in torch.optim.
     """
 
@@ -95,6 +105,9 @@ class Birder(WireOptimizer):
         downlink: Downlink = "bit",
         seed: int = 0,
         process_group: dist.ProcessGroup | None = None,
+        topology: Choice = "auto",
+        mesh: DeviceMesh | None = None,
+        node_dtype: torch.dtype = torch.float32,
         bucket_mb: float | None = None,
         state_dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -110,7 +123,16 @@ class Birder(WireOptimizer):
         self._state_dtype = state_dtype
         self._last_vote = math.nan
         defaults = {"lr": lr, "beta": beta, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, defaults, seed=seed, process_group=process_group, bucket_mb=bucket_mb)
+        super().__init__(
+            params,
+            defaults,
+            seed=seed,
+            process_group=process_group,
+            topology=topology,
+            mesh=mesh,
+            node_dtype=node_dtype,
+            bucket_mb=bucket_mb,
+        )
 
     def _check_group(self, group: dict[str, Any]) -> None:
         if not 0 <= float(group["lr"]) < math.inf:
@@ -133,46 +155,55 @@ class Birder(WireOptimizer):
             "state_dtype": str(self._state_dtype),
         }
 
-    def _declare(self, layout: Layout) -> tuple[Payload, dict[str, Tensor]]:
-        self._m = torch.zeros(layout.size, dtype=self._state_dtype)
-        self._b = torch.zeros(layout.size, dtype=self._state_dtype)
-        self._codec = StochasticSign(layout, self._downlink, self._kernels)
-        return self._codec.payload, {"m": self._m, "b": self._b, "alive": self._codec.alive}
+    def _declare(self, layout: Layout) -> tuple[Payload, State]:
+        self._m = torch.zeros(layout.own_size, dtype=self._state_dtype)
+        self._b = torch.zeros(layout.own_size, dtype=self._state_dtype)
+        own = {"m": self._m, "b": self._b}
+        self._codec = StochasticSign(layout, self._downlink, self._kernels) if self._topology.compresses else Dense()
+        words = {"alive": self._codec.alive} if isinstance(self._codec, StochasticSign) else {}
+        return self._codec.payload, State(own, words)
 
     def _begin_step(self) -> None:
-        """See `WireOptimizer.begin_step`; draws this step's keys."""
+        """See `WireOptimizer._begin_step`; draws this step's keys."""
         super()._begin_step()
-        self._codec.forget_votes()
-        self._worker_key = rng.worker_key(self._seed, self._step_number, self._peers.rank)
+        if isinstance(self._codec, StochasticSign):
+            self._codec.forget_votes()
+        self._worker_key = rng.worker_key(self._seed, self._step_number, self._topology.node)
         self._owner_key = rng.owner_key(self._seed, self._step_number)
 
     def _first_flags(self) -> int:
-        return packet.GREETING if self._step_number == 1 else 0
+        return packet.GREETING if self._greets() else 0
+
+    def _greets(self) -> bool:
+        return self._step_number == 1 and isinstance(self._codec, StochasticSign)
 
     def _local(self, part: Part, grad: Tensor | None, group: dict[str, Any], scale: float) -> bool:
-        return self._kernels.birder_encode(
-            part.up_runs,
-            grad,
-            self._m,
-            self._b,
-            self._codec.alive,
-            self._mail.sent,
-            beta=group["beta"],
-            eps=self._eps,
-            scale=-scale if group["maximize"] else scale,
-            amsgrad=self._amsgrad,
-            key=self._worker_key,
-        )
+        rule = {
+            "beta": group["beta"],
+            "eps": self._eps,
+            "scale": -scale if group["maximize"] else scale,
+            "amsgrad": self._amsgrad,
+            "shift": part.frame.bucket.state_shift,
+        }
+        state = (self._m, self._b)
+        if isinstance(self._codec, Dense):
+            return self._kernels.birder_direction(part.up_runs, grad, *state, self._mail.sent, **rule)
+        alive, key = self._codec.alive, self._worker_key
+        return self._kernels.birder_encode(part.up_runs, grad, *state, alive, self._mail.sent, **rule, key=key)
 
     def _seal(self, frame: Frame) -> None:
-        # With amsgrad b never falls, and a coordinate has come to rest when nothing is left of m.
-        self._codec.call_roll(frame, self._m if self._amsgrad else self._b, self._step_number, self._eps)
+        if isinstance(self._codec, StochasticSign):
+            # With amsgrad b never falls, and a coordinate has come to rest when nothing is left of m.
+            self._codec.call_roll(frame, self._m if self._amsgrad else self._b, self._step_number, self._eps)
 
     def _merge(self, frame: Frame, shard: int) -> None:
-        self._codec.merge(frame, shard, self._owner_key)
+        if isinstance(self._codec, Dense):
+            self._codec.merge(frame, shard)
+        else:
+            self._codec.merge(frame, shard, self._owner_key)
 
     def _settle(self, flags: int) -> int:
-        if self._step_number > 1:
+        if not self._greets():
             return flags
         self._hear_everybody()  # the greeting: nobody was alive, so all bits were hellos
         if flags & packet.NONFINITE:
@@ -182,25 +213,24 @@ class Birder(WireOptimizer):
 
     def _apply(self, part: Part, x: Tensor, low: Tensor | None, group: dict[str, Any]) -> None:
         lr = float(group["lr"])
-        self._kernels.birder_apply(
-            part.down_runs,
-            x,
-            low,
-            self._codec.alive,
-            self._mail.answers,
-            planes=self._codec.planes,
-            workers=self._codec.workers,
-            lr=lr,
-            decay=1.0 - lr * group["weight_decay"],
-        )
+        decay = 1.0 - lr * group["weight_decay"]
+        answers = self._mail.answers
+        if isinstance(self._codec, Dense):
+            self._kernels.dense_apply(part.down_runs, x, low, answers, lr=lr, decay=decay)
+        else:
+            codec = self._codec
+            counts = {"planes": codec.planes, "workers": codec.workers}
+            self._kernels.birder_apply(part.down_runs, x, low, codec.alive, answers, **counts, lr=lr, decay=decay)
 
     def _conclude(self) -> None:
         self._hear_everybody()
-        self._last_vote = self._codec.mean_abs_vote()
+        if isinstance(self._codec, StochasticSign):
+            self._last_vote = self._codec.mean_abs_vote()
 
     def _hear_everybody(self) -> None:
-        for frame in self._mail.frames:
-            self._codec.adopt(frame, self._step_number)
+        if isinstance(self._codec, StochasticSign):
+            for frame in self._mail.frames:
+                self._codec.adopt(frame, self._step_number)
 
     def _mean_abs_vote(self) -> float:
         return self._last_vote

@@ -1,7 +1,11 @@
 """The flat space: where every parameter lies, and how the space is cut into buckets and shards.
 
-The layout depends on shapes, their order and the world size only, so every rank computes the same one, and unlike DDP's
+The layout depends on shapes, their order and the topology only, so every rank computes the same one, and unlike DDP's
 buckets it never changes. Parameters stand in reverse order, because backward finishes the last one first.
+
+A bucket is cut into as many *slices* as a node has ranks, of which a rank works on its own, and a slice into as many
+*shards* as there are nodes, each owned by one of the ranks that work on that slice. In a flat topology every rank is a
+node, and its slice is the whole bucket.
 """
 
 from __future__ import annotations
@@ -45,6 +49,8 @@ class Bucket:
     first_word: int
     shard_words: int
     shards: int
+    own_shards: range
+    """The shards of the slice that this rank works on."""
     slots: range
     """Positions, in flat order, of the parameters that reach into it."""
 
@@ -58,6 +64,27 @@ class Bucket:
         """The element after its last."""
         return self.start + self.shards * self.shard_words * WORD
 
+    @property
+    def slices(self) -> int:
+        """Into how many it is cut."""
+        return self.shards // len(self.own_shards)
+
+    @property
+    def slice_elements(self) -> int:
+        """The length of a slice."""
+        return len(self.own_shards) * self.shard_words * WORD
+
+    @property
+    def own_start(self) -> int:
+        """The first element of this rank's slice."""
+        return self.start + self.own_shards.start * self.shard_words * WORD
+
+    @property
+    def state_shift(self) -> int:
+        """How far the elements of this rank's slice stand before their place in the flat space, in a state that has
+        nothing but this rank's slices, one after another."""
+        return self.own_start - self.start // self.slices
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -70,16 +97,22 @@ class Piece:
 
 
 class Layout:
-    """The flat space of some parameters for `world_size` workers.
+    """The flat space of some parameters for `workers` nodes.
 
     Args:
         numels: the size of each parameter, in the optimizer's order.
-        world_size: how many shards a bucket is cut into.
+        workers: how many shards a slice of a bucket is cut into.
         bucket_elements: the size of a bucket; rounded up so that shards are whole words.
+        slices: how many slices a bucket is cut into.
+        own_slice: the one that this rank works on.
     """
 
-    def __init__(self, numels: Sequence[int], world_size: int, bucket_elements: int) -> None:
-        self.world_size = world_size
+    def __init__(
+        self, numels: Sequence[int], workers: int, bucket_elements: int, *, slices: int = 1, own_slice: int = 0
+    ) -> None:
+        self.workers = workers
+        self.slices = slices
+        self._own_shards = range(own_slice * workers, (own_slice + 1) * workers)
         self.slots: list[Slot] = []
         start = 0
         for index in reversed(range(len(numels))):
@@ -90,24 +123,27 @@ class Layout:
             raise ValueError(
                 f"{start} elements: thinwire's random numbers serve at most {MAX_ELEMENTS} parameters a model"
             )
-        self.buckets = self._cut(start // WORD, max(1, -(-bucket_elements // (WORD * world_size))))
+        self.buckets = self._cut(start // WORD, max(1, -(-bucket_elements // (WORD * workers * slices))))
         self.size = self.buckets[-1].stop if self.buckets else 0
-        self.fingerprint = zlib.crc32(repr((list(numels), world_size, bucket_elements)).encode())
+        self.own_size = self.size // slices
+        """How many elements of the flat space are this rank's to work on."""
+        self.fingerprint = zlib.crc32(repr((list(numels), workers, slices, bucket_elements)).encode())
 
     def _cut(self, words: int, shard_words: int) -> list[Bucket]:
         buckets: list[Bucket] = []
+        shards = self.workers * self.slices
         first = 0
         while first < words:
-            left = -(-(words - first) // self.world_size)
+            left = -(-(words - first) // shards)
             length = min(shard_words, left)
-            stop = first + length * self.world_size
+            stop = first + length * shards
             inside = [
                 position
                 for position, slot in enumerate(self.slots)
                 if slot.start < stop * WORD and slot.stop > first * WORD
             ]
             slots = range(inside[0], inside[-1] + 1)
-            buckets.append(Bucket(len(buckets), first, length, self.world_size, slots))
+            buckets.append(Bucket(len(buckets), first, length, shards, self._own_shards, slots))
             first = stop
         return buckets
 
@@ -127,6 +163,19 @@ class Layout:
         """The part of a flat tensor that belongs to a parameter, in the shape and memory order of `like`."""
         stride = like.stride() if is_dense(like) else torch.empty(like.shape, device="meta").stride()
         return flat.as_strided(like.shape, stride, flat.storage_offset() + slot.start)
+
+    def own_view(self, own: Tensor, slot: Slot, like: Tensor) -> Tensor:
+        """The part of a state of this rank's slices that belongs to a parameter: shaped like it if there is but one
+        slice, else a vector of those elements that this rank works on."""
+        if self.slices == 1:
+            return self.view(own, slot, like)
+        inside = [
+            (piece.start - bucket.state_shift, piece.stop - bucket.state_shift)
+            for piece in self.pieces(slot)
+            if piece.shard in (bucket := self.buckets[piece.bucket]).own_shards
+        ]
+        # Pieces of one parameter follow each other in it without a gap: where one bucket's slice ends the next begins.
+        return own[inside[0][0] : inside[-1][1]] if inside else own[:0]
 
 
 def bucket_elements(bucket_mb: float | None, elements: int) -> int:

@@ -23,24 +23,29 @@ WORD_BYTES = WORD // 8
 
 @dataclass(frozen=True)
 class Payload:
-    """How many words a codec puts into a packet for a shard of so many words."""
+    """How many words a codec puts into a packet for a shard of so many words, and how many bits of them an element
+    has, those of further planes not counted."""
 
     up_words: Callable[[int], int]
     down_words: Callable[[int], int]
+    element_bits: int = 1
 
 
 @dataclass(frozen=True)
 class Frame:
-    """Where one bucket's packets lie: `(ranks, bytes)` views of the buffers, and offsets within a packet."""
+    """Where one bucket's packets lie: `(packets, bytes)` views of the buffers, and offsets within a packet."""
 
     bucket: Bucket
     sent: Tensor
+    """A packet for each owner of a shard of this rank's slice."""
     answers: Tensor
+    """An answer for every shard of the bucket."""
+    own_answers: Tensor
+    """Those for the shards of this rank's slice."""
     received: Tensor
-    copies: Tensor
-    """Room for an answer to every rank, in the place of what was received."""
+    """A packet from each worker for the shard that this rank owns."""
     sent_at: int
-    """The byte of `Mail.sent` at which this bucket's packets begin."""
+    """The byte at which this bucket's packets begin, in the memory of those sent and of those received."""
     answers_at: int
     up_presence: int
     """The byte within an up packet at which the presence bits begin."""
@@ -54,7 +59,8 @@ class Part:
 
     frame: Frame
     up_runs: Tensor
-    """Where its bits stand in `Mail.sent`."""
+    """Where its bits stand in `Mail.sent`; only those of this rank's slice. In a hierarchical topology `in_param`
+    counts from the start of that slice, because the gradient that is encoded is the node's mean of it."""
     down_runs: Tensor
     """Where their answers stand in `Mail.answers`."""
     presence: int
@@ -72,26 +78,26 @@ class Mail:
             up = HEADER_BYTES + WORD_BYTES * (payload.up_words(bucket.shard_words) + presence)
             down = HEADER_BYTES + WORD_BYTES * (payload.down_words(bucket.shard_words) + presence)
             geometry.append((bucket, up, down, presence))
-        n = layout.world_size
+        n, shards = layout.workers, layout.workers * layout.slices
+        self._element_bits = payload.element_bits
         self.sent = torch.zeros(n * sum(up for _, up, _, _ in geometry), dtype=torch.uint8)
-        self.answers = torch.zeros(n * sum(down for _, _, down, _ in geometry), dtype=torch.uint8)
-        # The lane handles one bucket at a time, so all of them are received, and later copied for sending, in the same
-        # place. A worker without peers reads what it has "sent".
-        room = 0 if alone else n * max((max(up, down) for _, up, down, _ in geometry), default=0)
-        self._scratch = torch.zeros(room, dtype=torch.uint8)
+        self.answers = torch.zeros(shards * sum(down for _, _, down, _ in geometry), dtype=torch.uint8)
+        # A worker without peers reads what it has "sent".
+        self._received = self.sent if alone else torch.zeros_like(self.sent)
         self.sent_memory = memory_of(self.sent)
         self.answers_memory = memory_of(self.answers)
-        self.received_memory = self.sent_memory if alone else memory_of(self._scratch)
+        self.received_memory = memory_of(self._received)
         self.frames: list[Frame] = []
         sent_at = answers_at = 0
         for bucket, up, down, presence in geometry:
             sent = self.sent[sent_at : sent_at + n * up].view(n, up)
+            answers = self.answers[answers_at : answers_at + shards * down].view(shards, down)
             frame = Frame(
                 bucket=bucket,
                 sent=sent,
-                answers=self.answers[answers_at : answers_at + n * down].view(n, down),
-                received=sent if alone else self._scratch[: n * up].view(n, up),
-                copies=self._scratch[: 0 if alone else n * down].view(-1, down),
+                answers=answers,
+                own_answers=answers[bucket.own_shards.start : bucket.own_shards.stop],
+                received=sent if alone else self._received[sent_at : sent_at + n * up].view(n, up),
                 sent_at=sent_at,
                 answers_at=answers_at,
                 up_presence=up - WORD_BYTES * presence,
@@ -100,24 +106,36 @@ class Mail:
             )
             self.frames.append(frame)
             sent_at += n * up
-            answers_at += n * down
+            answers_at += shards * down
         self.parts = [self._parts(position, slot) for position, slot in enumerate(layout.slots)]
         """For every parameter, in flat order, its part of each bucket that it reaches into."""
-        self.parts_in = [0] * len(self.frames)
-        """How many parts each bucket consists of."""
-        for part in itertools.chain.from_iterable(self.parts):
-            self.parts_in[part.frame.bucket.index] += 1
+        self.contents: list[list[tuple[int, Part]]] = [[] for _ in self.frames]
+        """For every bucket the parts that it consists of, and the positions of their parameters."""
+        for position, parts in enumerate(self.parts):
+            for part in parts:
+                self.contents[part.frame.bucket.index].append((position, part))
 
     def _parts(self, position: int, slot: Slot) -> list[Part]:
         parts: list[Part] = []
         for index, pieces in itertools.groupby(self.layout.pieces(slot), key=lambda piece: piece.bucket):
             frame = self.frames[index]
-            here = list(pieces)
-            up = [_run(slot, piece, frame, frame.sent_at, frame.sent) for piece in here]
-            down = [_run(slot, piece, frame, frame.answers_at, frame.answers) for piece in here]
+            own = frame.bucket.own_shards
+            gradient_start = slot.start if self.layout.slices == 1 else frame.bucket.own_start
+            up, down = [], []
+            for piece in pieces:
+                if piece.shard in own:
+                    row = frame.sent_at + (piece.shard - own.start) * frame.sent.shape[1]
+                    up.append(self._run(piece, frame.bucket, gradient_start, row))
+                row = frame.answers_at + piece.shard * frame.answers.shape[1]
+                down.append(self._run(piece, frame.bucket, slot.start, row))
             presence = 1 << (position - frame.bucket.slots[0])
-            parts.append(Part(frame, torch.tensor(up), torch.tensor(down), presence))
+            parts.append(Part(frame, _table(up), _table(down), presence))
         return parts
+
+    def _run(self, piece: Piece, bucket: Bucket, start: int, row: int) -> list[int]:
+        shard_start = bucket.start + piece.shard * bucket.shard_words * WORD
+        byte = row + HEADER_BYTES + (piece.start - shard_start) * self._element_bits // 8
+        return [piece.start, piece.start - start, piece.stop - piece.start, byte, WORD_BYTES * bucket.shard_words]
 
     def write_presence(self, frame: Frame, bits: int) -> None:
         """Put the presence bits of a bucket into all its packets."""
@@ -133,11 +151,8 @@ class Mail:
         return int.from_bytes(self.answers_memory[at : at + WORD_BYTES * frame.presence_words], "little")
 
 
-def _run(slot: Slot, piece: Piece, frame: Frame, base: int, packets: Tensor) -> tuple[int, int, int, int, int]:
-    bucket = frame.bucket
-    shard_start = bucket.start + piece.shard * bucket.shard_words * WORD
-    byte = base + piece.shard * packets.shape[1] + HEADER_BYTES + (piece.start - shard_start) // 8
-    return piece.start, piece.start - slot.start, piece.stop - piece.start, byte, WORD_BYTES * bucket.shard_words
+def _table(runs: list[list[int]]) -> Tensor:
+    return torch.tensor(runs, dtype=torch.int64).view(-1, 5)
 
 
 def memory_of(tensor: Tensor) -> memoryview:

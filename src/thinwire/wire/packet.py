@@ -16,7 +16,7 @@ HEADER_BYTES = _HEADER.size
 NONFINITE = 1
 """A gradient of the sender was not finite: nobody takes this step."""
 REFUSED = 2
-"""The sender, an owner, got a packet that it could not accept: everybody stops."""
+"""The sender got a packet that it could not accept: everybody stops."""
 GREETING = 4
 """The bits say which coordinates live, not which way they vote."""
 

@@ -1,0 +1,170 @@
+"""The fast link inside a node: gradients are averaged over its ranks, and answers shared among them.
+
+A gradient is staged, at full precision or in bfloat16, as soon as backward has it. When a bucket is complete the lane
+scatters its slices over the ranks of the node, and each averages its own, always in the order of ranks, so that the
+result does not depend on the backend. After the exchange between nodes the ranks give each other their slices' answers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire.kernels.ops import Kernels
+from thinwire.metrics import Meter
+from thinwire.wire import packet
+from thinwire.wire.buckets import Bucket, Slot
+from thinwire.wire.exchange import Job
+from thinwire.wire.mail import WORD_BYTES, Frame, Mail, memory_of
+from thinwire.wire.messages import Messages, complete
+from thinwire.wire.topology import Topology
+
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Where one bucket's gradients lie: a row for each rank of the node, with a header, presence bits and a slice."""
+
+    staged: Tensor
+    at: int
+    received: Tensor
+    values: Tensor
+    """The slices in `staged`."""
+    received_values: Tensor
+    presence_bytes: int
+
+
+class Node:
+    """The ranks of a node.
+
+    Args:
+        mail: the packets.
+        topology: who is in the node.
+        group: a process group of them that nothing else uses.
+        dtype: in which gradients cross the link, float32 or bfloat16.
+        kernels: the backend.
+        meter: where bytes and seconds are counted.
+    """
+
+    def __init__(
+        self,
+        mail: Mail,
+        topology: Topology,
+        group: dist.ProcessGroup,
+        dtype: torch.dtype,
+        kernels: Kernels,
+        meter: Meter,
+    ) -> None:
+        self._mail = mail
+        self._ranks = topology.node_ranks()
+        self._own = topology.own_slice
+        self._messages = Messages(group, self._own, len(self._ranks))
+        self._kernels = kernels
+        self._meter = meter
+        n = len(self._ranks)
+        sizes = [_row_bytes(frame, dtype.itemsize) for frame in mail.frames]
+        self._staged = torch.zeros(n * sum(sizes), dtype=torch.uint8)
+        self._staged_memory = memory_of(self._staged)
+        # One bucket at a time is averaged, so all of them are received in the same place.
+        self._received = torch.zeros(n * max(sizes, default=0), dtype=torch.uint8)
+        self._received_memory = memory_of(self._received)
+        self._mean = torch.zeros(max((frame.bucket.slice_elements for frame in mail.frames), default=0))
+        self._rows: list[_Rows] = []
+        at = 0
+        for frame, size in zip(mail.frames, sizes, strict=True):
+            staged = self._staged[at : at + n * size].view(n, size)
+            received = self._received[: n * size].view(n, size)
+            first = size - dtype.itemsize * frame.bucket.slice_elements
+            self._rows.append(
+                _Rows(
+                    staged=staged,
+                    at=at,
+                    received=received,
+                    values=staged[:, first:].view(dtype),
+                    received_values=received[:, first:].view(dtype),
+                    presence_bytes=WORD_BYTES * frame.presence_words,
+                )
+            )
+            at += n * size
+
+    def stage(self, position: int, bucket: Bucket, grad: Tensor | None, scale: float) -> None:
+        """Take in a part of a parameter's gradient times `scale`; zeros for none."""
+        slot = self._mail.layout.slots[position]
+        values = self._rows[bucket.index].values
+        for row, (start, stop) in enumerate(_overlaps(slot, bucket)):
+            if start < stop:
+                first = bucket.start + row * bucket.slice_elements
+                to = values[row, start - first : stop - first]
+                if grad is None:
+                    to.zero_()
+                else:
+                    flat = grad.detach().as_strided((grad.numel(),), (1,))  # it has a graph after create_graph=True
+                    to.copy_(flat[start - slot.start : stop - slot.start])
+                    if scale != 1.0:
+                        to.mul_(scale)
+
+    def scatter(self, job: Job, presence: int) -> int:
+        """Give every rank of the node its slice of a bucket; the presence bits of all of them together."""
+        rows = self._rows[job.frame.bucket.index]
+        header = self._header(job, rows, self._ranks[self._own])
+        size = rows.staged.shape[1]
+        data = presence.to_bytes(rows.presence_bytes, "little")
+        for row in range(len(self._ranks)):
+            at = rows.at + row * size
+            header.write(self._staged_memory, at)
+            self._staged_memory[at + packet.HEADER_BYTES : at + packet.HEADER_BYTES + len(data)] = data
+        tag = 2 * job.frame.bucket.index
+        with self._meter.scatter:
+            due = self._messages.receive(rows.received, tag)
+            sent = self._messages.send(rows.staged, tag)
+            rows.received[self._own] = rows.staged[self._own]
+            complete(due)
+            complete(sent)
+        for row, sender in enumerate(self._ranks):
+            at = row * size
+            try:
+                job.flags |= self._header(job, rows, sender).check(self._received_memory, at)
+            except RuntimeError as error:
+                job.refuse(error)
+            at += packet.HEADER_BYTES
+            presence |= int.from_bytes(self._received_memory[at : at + len(data)], "little")
+        return presence
+
+    def mean(self, job: Job, runs: Tensor) -> Tensor:
+        """The node's mean gradient of this rank's slice, computed for the elements of some consecutive runs."""
+        values = self._rows[job.frame.bucket.index].received_values
+        start, stop = int(runs[0, 1]), int(runs[-1, 1] + runs[-1, 2])
+        self._kernels.mean(values[:, start:stop], self._mean[start:stop])
+        return self._mean
+
+    def share(self, job: Job) -> None:
+        """Give all ranks of the node the answers for this rank's slice, and get theirs."""
+        blocks = job.frame.answers.view(len(self._ranks), -1)
+        tag = 2 * job.frame.bucket.index + 1
+        with self._meter.share:
+            due = self._messages.receive(blocks, tag)
+            sent = self._messages.send_to_all(blocks[self._own], tag)
+            complete(due)
+            complete(sent)
+        rows = self._rows[job.frame.bucket.index]
+        self._meter.node_bytes_sent += (len(self._ranks) - 1) * (rows.staged.shape[1] + blocks.shape[1])
+
+    def _header(self, job: Job, rows: _Rows, sender: int) -> packet.Header:
+        length = rows.staged.shape[1] - packet.HEADER_BYTES
+        return packet.Header(job.step, job.frame.bucket.index, sender, length, self._mail.layout.fingerprint, job.flags)
+
+
+def _row_bytes(frame: Frame, itemsize: int) -> int:
+    head = packet.HEADER_BYTES + WORD_BYTES * frame.presence_words
+    # Rows whose slices begin at the start of a cache line: copies into them are no slower than elsewhere.
+    return -(-head // _ALIGNMENT) * _ALIGNMENT + itemsize * frame.bucket.slice_elements
+
+
+def _overlaps(slot: Slot, bucket: Bucket) -> list[tuple[int, int]]:
+    """For each slice of a bucket, the elements of the flat space that it shares with a parameter."""
+    firsts = range(bucket.start, bucket.stop, bucket.slice_elements)
+    return [(max(first, slot.start), min(first + bucket.slice_elements, slot.start + slot.numel)) for first in firsts]

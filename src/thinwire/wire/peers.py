@@ -1,0 +1,98 @@
+"""The ranks that train together, as torch.distributed knows them."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The workers that exchange with each other: their group, how many, and which of them this one is."""
+
+    group: dist.ProcessGroup | None
+    rank: int
+    size: int
+
+    @classmethod
+    def of(cls, process_group: dist.ProcessGroup | None) -> Peers:
+        """The members of `process_group`, of the default group, or this process alone.
+
+        Raises:
+            RuntimeError: when a launcher says there are several processes, but nobody made a process group.
+        """
+        if not dist.is_available() or not dist.is_initialized():
+            if process_group is not None:
+                raise RuntimeError(f"process_group={process_group!r}, but torch.distributed is not initialised")
+            _refuse_forgotten_group()
+            return cls(None, 0, 1)
+        group = process_group if process_group is not None else dist.group.WORLD
+        assert group is not None, "torch.distributed is initialised, so there is a default group"
+        rank = dist.get_rank(group)
+        if rank < 0:
+            raise ValueError(
+                f"process_group: rank {dist.get_rank()} is not a member of it; make the optimizer on its members only"
+            )
+        return cls(group, rank, dist.get_world_size(group))
+
+    def ranks(self) -> list[int]:
+        """Their ranks in the default group, in order."""
+        return [0] if self.group is None else dist.get_process_group_ranks(self.group)
+
+    def refuse_late_group(self) -> None:
+        """Refuse a worker that took itself to be alone, because the process group was made after the optimizer."""
+        if self.group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            raise RuntimeError(
+                f"torch.distributed has {dist.get_world_size()} ranks, but was initialised after the optimizer was "
+                "made, which would train alone: call init_process_group() first"
+            )
+
+    def gather(self, value: Any) -> list[Any]:
+        """Everybody's value, in the order of ranks (a slow path, for checks before the first step)."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def private_group(self, members: Sequence[int]) -> dist.ProcessGroup | None:
+        """A group of some of the ranks that nobody else uses, so that a thread's collectives cannot mix with others.
+
+        Only its members call this. None for a single one.
+        """
+        if self.group is None or len(members) == 1:
+            return None
+        ranks = self.ranks()
+        group = dist.new_group(
+            [ranks[member] for member in members],
+            timeout=_timeout_of(self.group),
+            backend=dist.get_backend_config(self.group),
+            use_local_synchronization=True,
+            group_desc="thinwire",
+        )
+        assert isinstance(group, dist.ProcessGroup), "this rank is a member of it"
+        return group
+
+
+def _refuse_forgotten_group() -> None:
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    if world_size.isdigit() and int(world_size) > 1:
+        raise RuntimeError(
+            f"WORLD_SIZE={world_size}, but torch.distributed is not initialised: call "
+            "torch.distributed.init_process_group() before making the optimizer, or unset WORLD_SIZE to train alone"
+        )
+
+
+def _timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:
+    # new_group() forgets the timeout that the user gave to init_process_group(); only the backend remembers it.
+    try:
+        options = group._get_backend(torch.device("cpu")).options
+    except (RuntimeError, AttributeError):
+        return None
+    return options._timeout
