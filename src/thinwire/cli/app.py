@@ -8,7 +8,7 @@ import sys
 try:
     import typer
 
-    from thinwire.cli import bench, demo
+    from thinwire.cli import bench, demo, testbed
 except ModuleNotFoundError as error:
     # torch is all the library needs; the command line asks for more, and says which extra brings it.
     if error.name not in {"typer", "rich"}:
@@ -26,6 +26,7 @@ app = typer.Typer(
 
 app.command(name="demo")(demo.demo)
 app.add_typer(bench.app, name="bench")
+app.add_typer(testbed.app, name="testbed")
 
 
 def main() -> None:

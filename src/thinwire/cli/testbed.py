@@ -1,0 +1,68 @@
+"""``thinwire testbed``: a command on several hosts with slow links, all of them on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+
+from thinwire.testbed import Testbed, TestbedUnavailable, check_ranks, parse_delay, parse_rate, remove_leftovers
+
+app = typer.Typer(help="Slow networks on this machine, for any command.", no_args_is_help=True)
+
+
+def _checked_by(refuse: Callable[[Any], object], description: str) -> Any:
+    def check(value: Any) -> Any:
+        try:
+            refuse(value)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+        return value
+
+    return typer.Option(callback=check, help=description)
+
+
+# What follows the command's name belongs to it, with or without `--` before it.
+@app.command(context_settings={"allow_interspersed_args": False})
+def run(
+    command: Annotated[list[str], typer.Argument(help="What every rank runs, with its arguments.")],
+    hosts: Annotated[int, _checked_by(Testbed, "Hosts, each with a link of its own to one switch.")] = 2,
+    ranks: Annotated[int, _checked_by(check_ranks, "Processes a host.")] = 1,
+    rate: Annotated[
+        str, _checked_by(parse_rate, "What each host may send: 100mbit, 1gbit, ... or unlimited.")
+    ] = "unlimited",
+    delay: Annotated[
+        str | None, _checked_by(parse_delay, "How long a packet travels: 5ms, ... Needs a kernel with netem.")
+    ] = None,
+) -> None:
+    """Run a command on several hosts as torchrun would, e.g. ``thinwire testbed run --rate 1gbit -- python train.py``.
+
+    Ends with the exit code of the first rank that fails, and says how many bytes left each host.
+    """
+    with _unavailable_said(), Testbed(hosts, rate=rate, delay=delay) as testbed:
+        code = testbed.run(command, ranks=ranks)
+        for host, sent in zip(testbed.hosts, testbed.bytes_sent(), strict=True):
+            typer.echo(f"host {host.index} ({host.address}): {sent:,} bytes sent", err=True)
+    raise typer.Exit(code)
+
+
+@app.command()
+def clean() -> None:
+    """Remove what killed runs have left behind. The next run does the same."""
+    with _unavailable_said():
+        removed = remove_leftovers()
+    for namespace in removed:
+        typer.echo(f"removed {namespace}")
+    if not removed:
+        typer.echo("nothing to remove")
+
+
+@contextmanager
+def _unavailable_said() -> Iterator[None]:
+    try:
+        yield
+    except TestbedUnavailable as error:
+        typer.echo(f"thinwire testbed: {error}", err=True)
+        raise typer.Exit(2) from None

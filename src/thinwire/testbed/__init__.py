@@ -1,0 +1,25 @@
+"""Slow networks on one Linux machine: hosts that are network namespaces, links that are as thin as you say.
+
+    with Testbed(hosts=4, rate="100mbit") as testbed:
+        code = testbed.run(["python", "train.py"], ranks=2)
+        print(testbed.bytes_sent())
+
+Needs root, ``ip`` and ``tc``. docs/testbed.md says what is modelled, and what is not.
+"""
+
+from thinwire.testbed.leftovers import remove_leftovers
+from thinwire.testbed.network import Host, Testbed
+from thinwire.testbed.processes import check_ranks
+from thinwire.testbed.shaping import parse_delay, parse_rate
+from thinwire.testbed.tools import TestbedUnavailable, require_tools
+
+__all__ = [
+    "Host",
+    "Testbed",
+    "TestbedUnavailable",
+    "check_ranks",
+    "parse_delay",
+    "parse_rate",
+    "remove_leftovers",
+    "require_tools",
+]

@@ -1,0 +1,313 @@
+"""The testbed: hosts that reach each other, links as thin as asked for, and nothing left of it afterwards."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.testbeds import NAMESPACES, eventually, is_gone, namespaces_of, read_lines, skip_unless_available
+from thinwire.testbed import Testbed, TestbedUnavailable, parse_delay, parse_rate, processes
+
+# A pair of ranks: the second sends as many bytes as it is told, the first says how long they took to arrive.
+PAIR = """
+import os, socket, sys, time
+address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+if os.environ["RANK"] == "0":
+    with socket.create_server(address) as server:
+        print("listening", flush=True)
+        connection, _ = server.accept()
+    for line in sys.stdin:
+        missing = int(line)
+        start = None
+        while missing:
+            missing -= len(connection.recv(min(missing, 1 << 20)))
+            start = start or time.perf_counter()
+        print(time.perf_counter() - start, flush=True)
+else:
+    sys.stdin.readline()
+    connection = socket.create_connection(address)
+    for line in sys.stdin:
+        connection.sendall(bytes(int(line)))
+"""
+
+
+@pytest.fixture
+def available() -> None:
+    skip_unless_available()
+
+
+class Pair:
+    """Host 1 sends to host 0."""
+
+    def __init__(self, testbed: Testbed) -> None:
+        started = testbed.start([sys.executable, "-c", PAIR], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.receiver, self.sender = started
+        assert read_lines(self.receiver, 1) == ["listening"]
+        self._tell(self.sender, "connect")
+
+    def begin(self, size: int) -> None:
+        for process in (self.receiver, self.sender):
+            self._tell(process, size)
+
+    def seconds(self) -> float:
+        return float(read_lines(self.receiver, 1)[0])
+
+    def megabits(self, size: int) -> float:
+        """Ethernet frames and all, the fastest of three: on a busy machine a process may come late to its socket."""
+        seconds = []
+        for _ in range(3):
+            self.begin(size)
+            seconds.append(self.seconds())
+        return size * 8 / 1e6 * (1514 / 1448) / min(seconds)
+
+    def close(self) -> None:
+        for process in (self.sender, self.receiver):
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.close()
+            process.stdout.close()
+            process.wait()
+
+    def _tell(self, process: subprocess.Popen[str], what: object) -> None:
+        assert process.stdin is not None
+        print(what, file=process.stdin, flush=True)
+
+
+@contextmanager
+def paired(testbed: Testbed) -> Iterator[Pair]:
+    pair = Pair(testbed)
+    try:
+        yield pair
+    finally:
+        pair.close()
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(
+    ("rate", "bits"),
+    [
+        ("100mbit", 100e6),
+        ("1gbit", 1e9),
+        ("2.5gbit", 2.5e9),
+        ("64kbit", 64e3),
+        ("1500bit", 1500),
+        ("unlimited", None),
+        (None, None),
+    ],
+)
+def test_rates(rate: str | None, bits: float | None) -> None:
+    assert parse_rate(rate) == bits
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("rate", ["fast", "0mbit", "-1mbit", "100", "100 mbit", "mbit", "1e3mbit", "1bit", "9tbit", ""])
+def test_bad_rates(rate: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"or 'unlimited', got {rate!r}")):
+        parse_rate(rate)
+    with pytest.raises(ValueError, match="rate must be like '100mbit'"):
+        Testbed(2, rate=rate)
+
+
+@pytest.mark.timeout(30)
+def test_delays() -> None:
+    assert parse_delay("5ms") == 5e-3
+    assert parse_delay("250us") == pytest.approx(250e-6)
+    assert parse_delay(None) is None
+    for delay in ("soon", "0ms", "11s", "5"):
+        with pytest.raises(ValueError, match=f"delay must be like '5ms' .* got '{delay}'"):
+            Testbed(2, delay=delay)
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("hosts", [-1, 0, 255])
+def test_bad_number_of_hosts(hosts: int) -> None:
+    with pytest.raises(ValueError, match=f"hosts must be 1 to 254, got {hosts}"):
+        Testbed(hosts)
+
+
+@pytest.mark.usefixtures("available")
+def test_hosts_and_environment(tmp_path: Path) -> None:
+    program = 'echo "$WORLD_SIZE $LOCAL_RANK $LOCAL_WORLD_SIZE $GROUP_RANK $MASTER_ADDR $GLOO_SOCKET_IFNAME $MINE $(ip -4 -o address show dev eth0)" > "$RANK"; echo "$MASTER_PORT" > port'  # noqa: E501
+    with Testbed(2) as testbed:
+        assert [(host.index, host.interface) for host in testbed.hosts] == [(0, "eth0"), (1, "eth0")]
+        addresses = [host.address for host in testbed.hosts]
+        ports = []
+        for _ in range(2):
+            # What an outer launcher says about ranks is not what ours are told.
+            started = testbed.start(
+                ["sh", "-c", program], ranks=2, env={"MINE": "mine", "RANK": "9", "WORLD_SIZE": "9"}, cwd=tmp_path
+            )
+            assert [process.wait() for process in started] == [0] * 4
+            ports.append((tmp_path / "port").read_text())
+        assert len(set(ports)) == 2
+    for rank in range(4):
+        text = (tmp_path / str(rank)).read_text()
+        assert text.startswith(f"4 {rank % 2} 2 {rank // 2} {addresses[0]} eth0 mine")
+        assert f"inet {addresses[rank // 2]}/24" in text
+    with pytest.raises(RuntimeError, match="only inside its with block"):
+        testbed.bytes_sent()
+    with pytest.raises(RuntimeError, match="is used once"):
+        testbed.__enter__()
+
+
+@pytest.mark.usefixtures("available")
+def test_threads_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    with Testbed(1) as testbed:
+        program = ["sh", "-c", 'test "$OMP_NUM_THREADS" = "$0" && test -z "$TORCHELASTIC_USE_AGENT_STORE"']
+        assert testbed.run([*program, "1"]) == 0
+        assert testbed.run([*program, "3"], env={"OMP_NUM_THREADS": "3"}) == 0
+        monkeypatch.setenv("OMP_NUM_THREADS", "2")
+        assert testbed.run([*program, "2"]) == 0
+
+
+@pytest.mark.usefixtures("available")
+def test_rate_and_bytes() -> None:
+    size = 2_500_000
+    with Testbed(2, rate="100mbit") as testbed, paired(testbed) as pair:
+        before = testbed.bytes_sent()
+        assert 80 < pair.megabits(size) < 110
+        acknowledgements, sent = (after - before for after, before in zip(testbed.bytes_sent(), before, strict=True))
+        # Frame headers are counted one by one, in all packets that TCP sends as one, too.
+        assert 1.04 < sent / (3 * size) < 1.10
+        assert 0 < acknowledgements < 0.1 * sent
+        testbed.set_rate("400mbit")
+        assert 200 < pair.megabits(size) < 440
+        testbed.set_rate("unlimited")
+        before = testbed.bytes_sent()[1]
+        assert pair.megabits(10 * size) > 500
+        assert 1.04 < (testbed.bytes_sent()[1] - before) / (30 * size) < 1.10
+
+
+@pytest.mark.usefixtures("available")
+def test_no_message_is_free() -> None:
+    with Testbed(2, rate="50mbit") as testbed, paired(testbed) as pair:
+        pair.begin(1)
+        pair.seconds()
+        time.sleep(0.2)  # long enough to fill any bucket
+        pair.begin(300_000)
+        assert pair.seconds() > 0.9 * 300_000 * 8 / 50e6
+
+
+@pytest.mark.usefixtures("available")
+def test_slower_in_the_midst_of_a_transfer() -> None:
+    with Testbed(2, rate="1gbit") as testbed, paired(testbed) as pair:
+        pair.begin(50_000_000)
+        assert eventually(lambda: testbed.bytes_sent()[1] > 1_000_000)
+        testbed.set_rate("10mbit")
+        sent = testbed.bytes_sent()[1]
+        # Packets for a wider link that were waiting do not block the narrower one.
+        assert eventually(lambda: testbed.bytes_sent()[1] > sent + 100_000)
+        testbed.set_rate(None)
+        assert pair.seconds() > 0
+
+
+@pytest.mark.usefixtures("available")
+def test_idle_hosts_are_silent() -> None:
+    with Testbed(2) as testbed:
+        time.sleep(1.2)
+        assert testbed.bytes_sent() == [0, 0]
+
+
+@pytest.mark.usefixtures("available")
+@pytest.mark.parametrize(("end", "code"), [("exit 7", 7), ("kill -9 $$", 137)])
+def test_one_failure_ends_all(tmp_path: Path, end: str, code: int) -> None:
+    program = f"echo $$ > {tmp_path}/$RANK; test $RANK = 2 || exec sleep 600; sleep 0.3; {end}"
+    with Testbed(2) as testbed:
+        assert testbed.run(["sh", "-c", program], ranks=2) == code
+        assert all(is_gone(int(path.read_text())) for path in tmp_path.iterdir())
+        # The others are still good for another run.
+        assert testbed.run(["true"]) == 0
+
+
+@pytest.mark.usefixtures("available")
+def test_who_does_not_listen_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "GRACE_SECONDS", 0.3)
+    stubborn = "trap '' TERM; setsid sleep 600 & echo $! > daemon; echo $$ > leader; sleep 600"
+    with Testbed(1) as testbed:
+        testbed.start(["sh", "-c", stubborn], cwd=tmp_path)
+        assert eventually(lambda: (tmp_path / "leader").exists() and bool((tmp_path / "leader").read_text()))
+    assert is_gone(int((tmp_path / "leader").read_text()))
+    # It has left the rank's process group, but not its network namespace.
+    assert is_gone(int((tmp_path / "daemon").read_text()))
+    assert namespaces_of(os.getpid()) == []
+
+
+@pytest.mark.usefixtures("available")
+def test_bad_starts(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with Testbed(1) as testbed:
+        with pytest.raises(ValueError, match="ranks must be at least 1, got -1"):
+            testbed.start(["true"], ranks=-1)
+        for nothing in ("true", []):
+            with pytest.raises(ValueError, match="command must be a sequence"):
+                testbed.run(nothing)
+        with pytest.raises(TypeError, match="sets shell itself"):
+            testbed.start(["true"], shell=True)
+        with pytest.raises(FileNotFoundError, match="nowhere"):
+            testbed.start(["true"], cwd=tmp_path / "nowhere")
+        assert testbed.run(["no-such-program"]) == 127
+        assert testbed.run([str(tmp_path)]) == 126
+        with pytest.raises(ValueError, match="got 'fast'"):
+            testbed.set_rate("fast")
+    assert "cannot run 'no-such-program': No such file or directory" in capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("available")
+def test_ranks_outlive_the_thread_that_asked_for_them() -> None:
+    with Testbed(1) as testbed:
+        started: list[subprocess.Popen[Any]] = []
+        thread = threading.Thread(target=lambda: started.extend(testbed.start(["sleep", "600"])))
+        thread.start()
+        thread.join()
+        time.sleep(0.3)
+        assert started[0].poll() is None
+    assert started[0].returncode == -signal.SIGTERM
+
+
+@pytest.mark.usefixtures("available")
+def test_delay_where_the_kernel_can() -> None:
+    refusal = ""
+    try:
+        with Testbed(2, delay="20ms") as testbed, paired(testbed) as pair:
+            start = time.perf_counter()
+            pair.begin(1)
+            pair.seconds()
+            assert time.perf_counter() - start > 0.02
+    except TestbedUnavailable as error:
+        refusal = str(error)
+    assert not refusal or refusal.startswith("a testbed needs netem for delay=, and this kernel refuses: `tc ")
+    assert namespaces_of(os.getpid()) == []
+
+
+@pytest.mark.usefixtures("available")
+def test_an_exception_in_the_block() -> None:
+    def fail() -> None:
+        with Testbed(2) as testbed:
+            testbed.start(["sleep", "600"], ranks=2)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert namespaces_of(os.getpid()) == []
+
+
+@pytest.mark.usefixtures("available")
+def test_links_are_gone_when_the_block_is_left() -> None:
+    with Testbed(1) as testbed, open(NAMESPACES / testbed.hosts[0].namespace) as namespace:
+        # Held open, the namespace outlives its name, and shows what is left in it.
+        show_links = ["nsenter", f"--net=/proc/{os.getpid()}/fd/{namespace.fileno()}", "ip", "-br", "link"]
+        assert "eth0" in subprocess.run(show_links, capture_output=True, text=True, check=True).stdout
+        testbed.__exit__(None, None, None)
+        assert "eth0" not in subprocess.run(show_links, capture_output=True, text=True, check=True).stdout
