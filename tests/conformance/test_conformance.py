@@ -17,8 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from tests.distributed.common import Training, digest, token_loss, token_net, trained
-from tests.harness import run_ranks
+from tests.distributed.common import Training, digest, run_nodes, token_loss, token_net, trained
 
 
 @dataclass(frozen=True)
@@ -34,6 +33,34 @@ OPTIMIZERS = [
 ]
 
 every_optimizer = pytest.mark.parametrize("entry", OPTIMIZERS, ids=lambda entry: entry.name)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Nodes, and ranks a node. With one rank on each it is a flat topology."""
+
+    nodes: int
+    ranks: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.nodes}x{self.ranks}"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """As torchrun sets it."""
+        return {"LOCAL_WORLD_SIZE": str(self.ranks)}
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Every rank's result."""
+        return run_nodes(function, self.nodes, self.ranks, *args)
+
+
+HIERARCHY = Grid(2, 2)
+
+
+def each_grid(*flat: int) -> pytest.MarkDecorator:
+    """Flat topologies of so many ranks, and a hierarchical one."""
+    return pytest.mark.parametrize("grid", [*map(Grid, flat), HIERARCHY], ids=str)
 
 
 def test_every_public_optimizer_is_in_the_table() -> None:
@@ -78,9 +105,9 @@ def learn(rank: int, world_size: int, entry: Entry) -> tuple[float, float, str]:
 
 
 @every_optimizer
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_it_learns_and_replicas_stay_equal(world_size: int, entry: Entry) -> None:
-    results = run_ranks(learn, world_size, entry)
+@each_grid(1, 2, 4)
+def test_it_learns_and_replicas_stay_equal(grid: Grid, entry: Entry) -> None:
+    results = grid.run(learn, entry)
     for first, last, replica in results:
         assert first > 1.5
         assert last < LEARNT
@@ -108,10 +135,11 @@ def test_random_steps_of_that_size_do_not_learn_it(entry: Entry) -> None:
 
 
 @every_optimizer
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_overlap_and_bucket_size_change_nothing(world_size: int, entry: Entry) -> None:
-    plain = Training(optimizer=entry.make, options={"lr": entry.lr})
+@each_grid(1, 3)
+def test_overlap_and_bucket_size_change_nothing(grid: Grid, entry: Entry) -> None:
+    plain = Training(optimizer=entry.make, options={"lr": entry.lr}, environment=grid.environment)
     overlapped = dataclasses.replace(plain, attach=True, options={"lr": entry.lr, "bucket_mb": 0.01})
+    world_size = grid.nodes * grid.ranks
     assert trained(world_size, plain) == trained(world_size, overlapped)
 
 
@@ -140,8 +168,9 @@ def resume(rank: int, world_size: int, entry: Entry) -> tuple[str, str]:
 
 
 @every_optimizer
-def test_resuming_is_exact(entry: Entry) -> None:
-    for never_stopped, resumed in run_ranks(resume, 2, entry):
+@each_grid(2)
+def test_resuming_is_exact(grid: Grid, entry: Entry) -> None:
+    for never_stopped, resumed in grid.run(resume, entry):
         assert resumed == never_stopped
 
 
@@ -165,8 +194,9 @@ def skip(rank: int, world_size: int, entry: Entry) -> list[tuple[bool, int, bool
 
 
 @every_optimizer
-def test_a_nan_on_one_rank_skips_the_step_on_all(entry: Entry) -> None:
-    for seen in run_ranks(skip, 3, entry):
+@each_grid(3)
+def test_a_nan_on_one_rank_skips_the_step_on_all(grid: Grid, entry: Entry) -> None:
+    for seen in grid.run(skip, entry):
         assert seen == [(True, 0, True), (True, 0, True), (False, 1, True), (True, 1, True), (True, 1, True)]
 
 
@@ -184,8 +214,9 @@ def rest(rank: int, world_size: int, entry: Entry) -> tuple[torch.Tensor, torch.
 
 
 @every_optimizer
-def test_rows_without_a_gradient_keep_their_value(entry: Entry) -> None:
-    for start, end in run_ranks(rest, 2, entry):
+@each_grid(2)
+def test_rows_without_a_gradient_keep_their_value(grid: Grid, entry: Entry) -> None:
+    for start, end in grid.run(rest, entry):
         np.testing.assert_array_equal(start[25:], end[25:])
         assert np.all(start[:25] != end[:25])
 
@@ -256,16 +287,20 @@ def measured(rank: int, world_size: int, entry: Entry) -> dict[str, float]:
 
 
 @every_optimizer
-def test_metrics_count_what_happened(entry: Entry) -> None:
+@each_grid(2)
+def test_metrics_count_what_happened(grid: Grid, entry: Entry) -> None:
     elements = sum(p.numel() for p in token_net().parameters())
-    for metrics in run_ranks(measured, 2, entry):
+    share = elements / grid.ranks
+    for metrics in grid.run(measured, entry):
         assert metrics["steps"] == 3
         assert metrics["skipped_steps"] == 0
         assert metrics["rounds"] >= 2 * 3
-        assert elements / 8 * 3 < metrics["bytes_sent"] < 0.25 * elements * 4 * 3
+        assert share / 8 * 3 < metrics["bytes_sent"] < 0.25 * share * 4 * 3
         assert metrics["bytes_received"] == metrics["bytes_sent"]
         for name in ("encode_seconds", "vote_seconds", "apply_seconds", "wire_seconds", "exposed_wait_seconds"):
             assert 0 < metrics[name] < 60, name
+        for name in ("node_bytes_sent", "stage_seconds", "node_seconds"):
+            assert (metrics[name] > 0) is (grid.ranks > 1), name
         assert math.isnan(metrics["mean_abs_vote"]) or 0 <= metrics["mean_abs_vote"] <= 1
 
 

@@ -41,6 +41,17 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
+def in_nodes(rank: int, world_size: int, ranks_a_node: int, function: Callable[..., Any], *args: Any) -> Any:
+    """Call `function` as torchrun would on a machine that runs `ranks_a_node` of the ranks."""
+    with environment({"LOCAL_WORLD_SIZE": str(ranks_a_node)}):
+        return function(rank, world_size, *args)
+
+
+def run_nodes(function: Callable[..., Any], nodes: int, ranks_a_node: int, *args: Any) -> list[Any]:
+    """As `run_ranks`, with so many ranks on each of so many nodes."""
+    return run_ranks(in_nodes, nodes * ranks_a_node, ranks_a_node, function, *args)
+
+
 class TokenNet(nn.Module):
     """Embedding, two layers and a scale: rows without a gradient, odd sizes, a 0-dim parameter; 12,000 elements."""
 

@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
-from tests.distributed.common import digest
-from tests.harness import run_ranks, run_ranks_expecting_errors
+from tests.distributed.common import digest, run_nodes
+from tests.harness import run_ranks_expecting_errors
 
 STEPS = 6
 OVERFLOW_AT = 3
@@ -50,8 +50,9 @@ def _train_all_ways(rank: int, world_size: int) -> list[str]:
     ]
 
 
-def test_a_scaler_changes_no_bit() -> None:
-    for digests in run_ranks(_train_all_ways, 2):
+@pytest.mark.parametrize(("nodes", "ranks"), [(2, 1), (2, 2)])
+def test_a_scaler_changes_no_bit(nodes: int, ranks: int) -> None:
+    for digests in run_nodes(_train_all_ways, nodes, ranks):
         assert len(set(digests)) == 1
 
 
@@ -60,10 +61,11 @@ def _overflow(rank: int, world_size: int, attached: bool) -> tuple[str, int, flo
 
 
 @pytest.mark.parametrize("attached", [False, True])
-def test_an_overflow_on_one_rank_is_skipped_by_all_and_nobody_waits(attached: bool) -> None:
-    (first, skipped, _), (second, skipped_too, _) = run_ranks(_overflow, 2, attached)
-    assert skipped == skipped_too == 1
-    assert first == second
+@pytest.mark.parametrize(("nodes", "ranks"), [(2, 1), (2, 2)])
+def test_an_overflow_on_one_rank_is_skipped_by_all_and_nobody_waits(nodes: int, ranks: int, attached: bool) -> None:
+    results = run_nodes(_overflow, nodes, ranks, attached)
+    assert [skipped for _, skipped, _ in results] == [1] * nodes * ranks
+    assert len({parameters for parameters, _, _ in results}) == 1
 
 
 def _attach_without_the_scaler(rank: int, world_size: int) -> None:

@@ -48,6 +48,7 @@ def measure(rank: int, world_size: int, attached: bool, options: dict[str, Any])
     return {
         "wire": wire,
         "sent": metrics.bytes_sent - before.bytes_sent,
+        "node_sent": metrics.node_bytes_sent - before.node_bytes_sent,
         "received": metrics.bytes_received - before.bytes_received,
         "elements": sum(p.numel() for p in net.parameters()),
     }

@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
-from tests.distributed.common import digest, token_loss, token_net
+from tests.distributed.common import digest, run_nodes, token_loss, token_net
 from tests.harness import run_ranks, run_ranks_expecting_errors
-from thinwire.wire.exchange import Peers
+from thinwire.wire.peers import Peers
 
 
 def _steps(model: nn.Module, opt: thinwire.Birder, rank: int, count: int, first: int = 0) -> None:
@@ -104,24 +104,43 @@ def test_overlap_comes_back_after_a_trial_backward() -> None:
         assert all(encoded_early[10:])
 
 
-def _load_between_backward_and_step(rank: int, world_size: int) -> tuple[str, str]:
-    net = token_net()
-    model, opt = _attached(net)
+class _PartlyUsed(nn.Module):
+    """The forward that is asked for nothing uses the head alone, whose gradients come first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.whole = token_net()
+
+    def forward(self, tokens: torch.Tensor | None) -> torch.Tensor:
+        return self.whole.get_submodule("head")(torch.ones(1, 150)) if tokens is None else self.whole(tokens)
+
+
+def _load_between_backward_and_step(rank: int, world_size: int, partly: bool) -> tuple[str, str, bool]:
+    net = _PartlyUsed()
+    model = DDP(net)
+    opt = thinwire.Birder(model.parameters(), lr=1e-2, bucket_mb=0.005)
+    thinwire.attach(model, opt)
     _steps(model, opt, rank, 3)
     saved, weights = copy.deepcopy(opt.state_dict()), copy.deepcopy(net.state_dict())
     _steps(model, opt, rank, 2, first=3)
     straight = digest(net.parameters())
-    token_loss(model, rank, 7).backward()  # thrown away
+    thrown_away = model(None).sum() if partly else token_loss(model, rank, 7)
+    thrown_away.backward()
+    some, not_all = any(opt._encoded), not all(opt._encoded)
     opt.zero_grad()
     net.load_state_dict(weights)
     opt.load_state_dict(saved)
     _steps(model, opt, rank, 2, first=3)
-    return straight, digest(net.parameters())
+    return straight, digest(net.parameters()), some and (not_all is partly)
 
 
-def test_a_state_may_be_loaded_between_backward_and_step() -> None:
-    for straight, resumed in run_ranks(_load_between_backward_and_step, 2):
+@pytest.mark.parametrize("partly", [False, True], ids=["", "partly"])
+@pytest.mark.parametrize(("nodes", "ranks"), [(2, 1), (2, 2)])
+def test_a_state_may_be_loaded_between_backward_and_step(nodes: int, ranks: int, partly: bool) -> None:
+    """Some or all buckets have been exchanged by then, and others are waited for."""
+    for straight, resumed, as_planned in run_nodes(_load_between_backward_and_step, nodes, ranks, partly):
         assert straight == resumed
+        assert as_planned
 
 
 def _other_initial_weights(rank: int, world_size: int) -> None:
@@ -180,15 +199,3 @@ def test_other_settings_than_those_saved_are_told() -> None:
     saved = thinwire.Birder([nn.Parameter(torch.ones(3))], seed=1).state_dict()
     with pytest.warns(RuntimeWarning, match=r"saved with seed=1.*this optimizer has seed=2.*never stopped"):
         thinwire.Birder([nn.Parameter(torch.ones(3))], seed=2).load_state_dict(saved)
-
-
-def _answers_by_all_to_all(rank: int, world_size: int) -> bool:
-    p = nn.Parameter(torch.ones(3))
-    p.grad = torch.ones(3)
-    opt = thinwire.Birder([p])
-    opt.step()
-    return opt._exchange._copies_are_faster
-
-
-def test_gloo_answers_by_all_to_all() -> None:
-    assert run_ranks(_answers_by_all_to_all, 2) == [True, True]

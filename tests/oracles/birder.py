@@ -134,7 +134,11 @@ class Outcome:
 
 
 class BirderOracle:
-    """`groups` hold the starting values; `step` takes gradients as ``[worker][parameter]``, None where absent."""
+    """`groups` hold the starting values; `step` takes gradients as ``[worker][parameter]``, None where absent.
+
+    In a hierarchical topology a worker is a node, and its gradient the mean of its ranks'. `compressed=False` is the
+    rule of a single node, which sends no bits.
+    """
 
     def __init__(
         self,
@@ -147,12 +151,14 @@ class BirderOracle:
         maximize: bool = False,
         downlink: str = "bit",
         seed: int = 0,
+        compressed: bool = True,
     ) -> None:
         self.groups = list(groups)
         self.workers = workers
         self.beta, self.eps = beta, eps
         self.amsgrad, self.maximize, self.downlink = amsgrad, maximize, downlink
         self.seed = seed
+        self.compressed = compressed
         self.step_number = 0
         self.parameters = self._lay_out()
 
@@ -183,6 +189,8 @@ class BirderOracle:
     def step(self, gradients: Sequence[Sequence[np.ndarray | None]]) -> Outcome:
         self.step_number += 1
         nonfinite = self._absorb(gradients)
+        if not self.compressed:
+            return self._step_uncompressed(gradients, nonfinite)
         if self.step_number == 1:
             self._greet()
         if nonfinite:
@@ -197,6 +205,21 @@ class BirderOracle:
             outcome.votes.append(votes.reshape(p.value.shape))
             outcome.moved.append(moving.reshape(p.value.shape))
             self._hear(p, answered_hello)
+        return outcome
+
+    def _step_uncompressed(self, gradients: Sequence[Sequence[np.ndarray | None]], nonfinite: bool) -> Outcome:
+        """A single node: x <- (1 - lr wd) x - lr m / (b + eps), and no step where there is no signal."""
+        (of_node,) = gradients
+        if nonfinite:
+            return Outcome(skipped=True)
+        outcome = Outcome(skipped=False)
+        for p, gradient in zip(self.parameters, of_node, strict=True):
+            moving = self._life(p) & (gradient is not None)
+            u = np.divide(p.m[0], p.b[0] + self.eps, out=np.zeros_like(p.m[0]), where=moving)
+            x = p.value.reshape(-1)
+            moved = (1 - p.group.lr * p.group.weight_decay) * x - p.group.lr * u
+            p.value = np.where(moving, moved, x).reshape(p.value.shape)
+            outcome.moved.append(moving.reshape(p.value.shape))
         return outcome
 
     def _absorb(self, gradients: Sequence[Sequence[np.ndarray | None]]) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.instruction_sets import instruction_sets
@@ -31,6 +32,16 @@ REFERENCE = ops.BACKENDS["reference"]
 ISAS = instruction_sets()
 each_backend = pytest.mark.parametrize("backend", ["reference", *ISAS])
 """The reference, and the native kernels once for each instruction set of this machine."""
+
+
+each_state = pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16], ids=str)
+each_grad = pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16, torch.float16, None], ids=str)
+either_amsgrad = pytest.mark.parametrize("amsgrad", [False, True], ids=["", "amsgrad"])
+each_low = pytest.mark.parametrize("low_dtype", [None, torch.bfloat16, torch.float16], ids=str)
+
+TAILS = (1, 63, 64, 65, 4095, 4096, 4097, 2 * 4096 + 321)
+COUNTS = st.one_of(st.integers(1, 200), st.integers(1, 2000))
+SEEDS = st.integers(0, 2**32 - 1)
 
 
 @contextmanager
@@ -158,3 +169,74 @@ def hard_state(size: int, dtype: torch.dtype, generator: torch.Generator) -> tup
     share[::7], share[3::11] = 1.0, -1.0
     m = (b.float() * share).to(dtype)
     return m.clamp(-b, b), b
+
+
+# Cases that several files use ----------------------------------------------------------------------------------------
+
+
+def encode_case(
+    count: int,
+    *,
+    seed: int,
+    grad_dtype: torch.dtype | None,
+    state_dtype: torch.dtype,
+    pieces: int = 1,
+    alive: str = "some",
+    finite: bool = True,
+    grad_off: int = 0,
+    shift: int = 0,
+    **changes: Any,
+) -> dict[str, Any]:
+    """Arguments of `birder_encode`: `count` elements at word `seed % 5`, their state at `shift` elements before."""
+    generator = random(seed)
+    first_word = seed % 5
+    words = first_word + -(-count // WORD)
+    runs, size = cut(count, pieces, first_word=first_word)
+    m, b = hard_state(words * WORD, state_dtype, generator)
+    m[first_word * WORD + count :] = 0
+    b[first_word * WORD + count :] = 0
+    grad = None
+    if grad_dtype is not None:
+        grad = guarded(hard_gradient(count, grad_dtype, generator, finite=finite), elements_off=grad_off)
+    return {
+        "runs": runs,
+        "grad": grad,
+        "m": guarded(m[shift:]),
+        "b": guarded(b[shift:]),
+        "alive": guarded(alive_map(alive, words, generator)),
+        "packets": guarded(random_bytes(size, generator=generator)),
+        "beta": 0.8,
+        "eps": 1e-12,
+        "scale": 1.0,
+        "amsgrad": False,
+        "key": 0xFEDCBA9876543210 + seed,
+        "shift": shift,
+        **changes,
+    }
+
+
+def roll_call_case(
+    shard_words: int,
+    shards: int,
+    first_word: int,
+    period: int,
+    phase: int,
+    seed: int,
+    state_dtype: torch.dtype,
+    shift: int = 0,
+) -> dict[str, Any]:
+    generator = random(seed)
+    _, state = hard_state((first_word + shards * shard_words) * WORD, state_dtype, generator)
+    room = 8 * -(-shard_words // period)
+    return {
+        "state": guarded(state[shift:]),
+        "first_word": first_word,
+        "shard_words": shard_words,
+        "shards": shards,
+        "period": period,
+        "phase": phase,
+        "eps": 1e-4,
+        "packets": guarded(random_bytes(shards, 40 + room + 16, generator=generator)),
+        "offset": 40,
+        "shift": shift,
+    }

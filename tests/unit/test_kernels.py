@@ -11,32 +11,32 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.unit.kernel_cases import (
+    COUNTS,
     ISAS,
     PATIENT,
+    SEEDS,
+    TAILS,
     WORD,
     alive_map,
     cut,
+    each_grad,
+    each_low,
+    each_state,
+    either_amsgrad,
+    encode_case,
     guarded,
     hard_gradient,
-    hard_state,
     random,
     random_bytes,
+    roll_call_case,
     same_everywhere,
 )
 from thinwire.kernels import native
 
-TAILS = (1, 63, 64, 65, 4095, 4096, 4097, 2 * 4096 + 321)
 WORKERS = (1, 2, 3, 4, 5, 7, 8, 16, 33)
 SIGNAL_BLOCK = 16 * 4096 // WORD
 """Words from one sample of the signal to the next."""
 
-each_state = pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16], ids=str)
-each_grad = pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16, torch.float16, None], ids=str)
-either_amsgrad = pytest.mark.parametrize("amsgrad", [False, True], ids=["", "amsgrad"])
-each_low = pytest.mark.parametrize("low_dtype", [None, torch.bfloat16, torch.float16], ids=str)
-
-COUNTS = st.one_of(st.integers(1, 200), st.integers(1, 2000))
-SEEDS = st.integers(0, 2**32 - 1)
 KEYS = st.integers(0, 2**64 - 1)
 
 
@@ -47,44 +47,6 @@ def test_the_machine_has_native_kernels_to_test() -> None:
 
 
 # Encode --------------------------------------------------------------------------------------------------------------
-
-
-def encode_case(
-    count: int,
-    *,
-    seed: int,
-    grad_dtype: torch.dtype | None,
-    state_dtype: torch.dtype,
-    pieces: int = 1,
-    alive: str = "some",
-    finite: bool = True,
-    grad_off: int = 0,
-    **settings: Any,
-) -> dict[str, Any]:
-    generator = random(seed)
-    first_word = seed % 5
-    words = first_word + -(-count // WORD)
-    runs, size = cut(count, pieces, first_word=first_word)
-    m, b = hard_state(words * WORD, state_dtype, generator)
-    m[first_word * WORD + count :] = 0
-    b[first_word * WORD + count :] = 0
-    grad = None
-    if grad_dtype is not None:
-        grad = guarded(hard_gradient(count, grad_dtype, generator, finite=finite), elements_off=grad_off)
-    return {
-        "runs": runs,
-        "grad": grad,
-        "m": guarded(m),
-        "b": guarded(b),
-        "alive": guarded(alive_map(alive, words, generator)),
-        "packets": guarded(random_bytes(size, generator=generator)),
-        "beta": 0.8,
-        "eps": 1e-12,
-        "scale": 1.0,
-        "amsgrad": False,
-        "key": 0xFEDCBA9876543210 + seed,
-        **settings,
-    }
 
 
 @each_state
@@ -165,25 +127,6 @@ def test_encode_whatever_it_is_given(**case: Any) -> None:
 
 
 # Roll call and adoption ----------------------------------------------------------------------------------------------
-
-
-def roll_call_case(
-    shard_words: int, shards: int, first_word: int, period: int, phase: int, seed: int, state_dtype: torch.dtype
-) -> dict[str, Any]:
-    generator = random(seed)
-    _, state = hard_state((first_word + shards * shard_words) * WORD, state_dtype, generator)
-    room = 8 * -(-shard_words // period)
-    return {
-        "state": guarded(state),
-        "first_word": first_word,
-        "shard_words": shard_words,
-        "shards": shards,
-        "period": period,
-        "phase": phase,
-        "eps": 1e-4,
-        "packets": guarded(random_bytes(shards, 40 + room + 16, generator=generator)),
-        "offset": 40,
-    }
 
 
 def adopt_case(

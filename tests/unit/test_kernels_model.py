@@ -98,6 +98,12 @@ class Coordinate:
         self.m, self.b = (bf16(m), bf16(b)) if low_precision else (m, b)
         return False
 
+    def direction(self, *, eps: float, amsgrad: bool) -> float | None:
+        """None at rest."""
+        if (abs(self.m) if amsgrad else self.b) <= f32(eps):
+            return None
+        return f32(self.m / f32(self.b + f32(eps)))
+
     def bit(self, element: int, *, alive: bool, eps: float, amsgrad: bool, key: int) -> int:
         if not alive:
             return int((abs(self.m) if amsgrad else self.b) > f32(eps))
@@ -177,6 +183,55 @@ def test_encode(backend: str, amsgrad: bool, state_dtype: torch.dtype) -> None:
 
 
 @each_backend
+@pytest.mark.parametrize("amsgrad", [False, True], ids=["", "amsgrad"])
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_direction(backend: str, amsgrad: bool, state_dtype: torch.dtype) -> None:
+    """Two steps of 100 elements at word 3, whose state begins there; then once more without a gradient."""
+    count, first = 100, 3 * WORD
+    runs = torch.tensor([[first, 0, WORD, 4 * 40, 0], [first + WORD, WORD, count - WORD, 8, 0]])
+    settings = {"beta": 0.7, "eps": 1e-3, "scale": 0.3, "amsgrad": amsgrad, "shift": first}
+    m, b = torch.zeros(2 * WORD, dtype=state_dtype), torch.zeros(2 * WORD, dtype=state_dtype)
+    packets = torch.full((4 * 110,), 0x5A, dtype=torch.uint8)
+    model = [Coordinate(0.0, 0.0) for _ in range(count)]
+    resting = 0
+    for step in range(3):
+        gradient = torch.randn(count, generator=random(step)) * 10.0 ** torch.arange(-5, 5).repeat(10)
+        grad = None if step == 2 else gradient
+        with kernels_of(backend) as kernels:
+            assert kernels.birder_direction(runs, grad, m, b, packets, **settings) is False
+        if grad is not None:
+            for coordinate, g in zip(model, grad.tolist(), strict=True):
+                low = state_dtype == torch.bfloat16
+                coordinate.absorb(g, beta=0.7, scale=0.3, amsgrad=amsgrad, low_precision=low)
+        assert m[:count].tolist() == [coordinate.m for coordinate in model]
+        assert b[:count].tolist() == [coordinate.b for coordinate in model]
+        floats = packets.view(torch.float32).tolist()
+        sent = floats[40 : 40 + WORD] + floats[2 : 2 + count - WORD]
+        expected = [coordinate.direction(eps=1e-3, amsgrad=amsgrad) for coordinate in model]
+        assert [None if u != u else u for u in sent] == expected
+        resting += expected.count(None)
+        assert bool((packets[:8] == 0x5A).all())
+        assert bool((packets[4 * (2 + count - WORD) : 4 * 40] == 0x5A).all())  # the padding is not sent
+    assert 0 < resting < 3 * count
+
+
+@each_backend
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+def test_mean(backend: str, ranks: int, dtype: torch.dtype) -> None:
+    """Summed in the order of ranks and multiplied by the rounded 1/n, each time rounded to fp32."""
+    rows = (torch.randn(ranks, 100, generator=random(0)) * 10.0 ** torch.arange(-5, 5).repeat(10)).to(dtype)
+    out = torch.zeros(100)
+    with kernels_of(backend) as kernels:
+        kernels.mean(rows, out)
+    for i, terms in enumerate(rows.t().tolist()):
+        total = terms[0]
+        for term in terms[1:]:
+            total = f32(total + term)
+        assert out[i] == f32(total * f32(1 / ranks)), i
+
+
+@each_backend
 @pytest.mark.parametrize("workers", [1, 2, 3, 4, 5, 7, 8, 13])
 def test_votes(backend: str, workers: int) -> None:
     first_word, words, key = 2, 3, 2**63 + 11
@@ -251,6 +306,20 @@ def test_apply(backend: str, workers: int) -> None:
         cast = workers or 1
         move = f32((2 * votes - cast) * f32(lr / cast))
         assert new == f32(f32(old * f32(decay)) - move), i
+
+
+@each_backend
+def test_dense_apply(backend: str) -> None:
+    lr, decay, u = 0.37, 0.9, 2 * torch.rand(100, generator=random(1)) - 1
+    u[3::7] = torch.nan
+    x = torch.randn(100, generator=random(3))
+    before = x.tolist()
+    answers = torch.cat([torch.zeros(2), u]).view(torch.uint8)
+    with kernels_of(backend) as kernels:
+        kernels.dense_apply(torch.tensor([[WORD, 0, 100, 8, 0]]), x, None, answers, lr=lr, decay=decay)
+    for i, (old, direction, new) in enumerate(zip(before, u.tolist(), x.tolist(), strict=True)):
+        resting = direction != direction
+        assert new == (old if resting else f32(f32(old * f32(decay)) - f32(direction * f32(lr)))), i
 
 
 @each_backend

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from thinwire.wire.buckets import MAX_ELEMENTS, WORD, Layout, is_dense
 from thinwire.wire.mail import Mail, Payload
 from thinwire.wire.packet import HEADER_BYTES
+from thinwire.wire.topology import Topology
 
 NUMELS = st.lists(st.one_of(st.integers(0, 3), st.integers(0, 200), st.integers(0, 5000)), max_size=12)
 WORLD_SIZE = st.integers(1, 9)
@@ -110,7 +111,7 @@ def test_runs_address_every_word_of_the_packets_once(
             take(answer, planes, packet + HEADER_BYTES, packet + frame.down_presence, taken_down)
     assert max(taken_up, default=-8) + 8 <= mail.sent.numel()
     assert max(taken_down, default=-8) + 8 <= mail.answers.numel()
-    assert sum(mail.parts_in) == sum(map(len, mail.parts))
+    assert sum(map(len, mail.contents)) == sum(map(len, mail.parts))
 
 
 def take(run: list[int], planes: int, start: int, stop: int, taken: set[int]) -> None:
@@ -171,3 +172,93 @@ def test_views_follow_channels_last_and_straighten_what_is_not_dense() -> None:
 def test_a_model_beyond_the_random_numbers_is_refused() -> None:
     with pytest.raises(ValueError, match=f"at most {MAX_ELEMENTS} parameters"):
         Layout([MAX_ELEMENTS + 1], 2, 1 << 20)
+
+
+# Slices: the ranks of a node -----------------------------------------------------------------------------------------
+
+NODES, RANKS = st.integers(1, 4), st.integers(1, 4)
+
+
+def layouts(numels: list[int], nodes: int, ranks: int, bucket: int) -> list[Layout]:
+    """Those of the ranks of a node, a slice each."""
+    return [Layout(numels, nodes, bucket, slices=ranks, own_slice=own) for own in range(ranks)]
+
+
+@PATIENT
+@given(NUMELS, NODES, RANKS, BUCKET_ELEMENTS)
+def test_every_element_has_one_slice_shard_and_owner(numels: list[int], nodes: int, ranks: int, bucket: int) -> None:
+    grid = tuple(tuple(range(node * ranks, node * ranks + ranks)) for node in range(nodes))
+    topologies = [Topology(grid, node, own, "here") for node in range(nodes) for own in range(ranks)]
+    of_node = layouts(numels, nodes, ranks, bucket)
+    owners = torch.zeros(of_node[0].size, dtype=torch.int64)
+    for rank, topology in enumerate(topologies):
+        for b in of_node[topology.own_slice].buckets:
+            assert (b.slices, b.shards, len(b.own_shards)) == (ranks, nodes * ranks, nodes)
+            assert b.slice_elements * ranks == b.stop - b.start
+            assert b.own_start == b.start + topology.own_slice * b.slice_elements
+            mine = [shard for shard in range(b.shards) if topology.owner(shard) == rank]
+            assert mine == [b.own_shards[topology.node]]
+            first = b.start + mine[0] * b.shard_words * WORD
+            assert b.own_start <= first < b.own_start + b.slice_elements
+            owners[first : first + b.shard_words * WORD] += 1
+    assert bool((owners == 1).all())
+
+
+@PATIENT
+@given(NUMELS, NODES, RANKS, BUCKET_ELEMENTS)
+def test_ranks_of_a_node_differ_in_their_slice_only(numels: list[int], nodes: int, ranks: int, bucket: int) -> None:
+    first, *others = layouts(numels, nodes, ranks, bucket)
+    assert first.slots == Layout(numels, 1, bucket).slots
+    for other in others:
+        assert (other.slots, other.size, other.fingerprint) == (first.slots, first.size, first.fingerprint)
+        assert [(b.start, b.stop, b.slots) for b in other.buckets] == [
+            (b.start, b.stop, b.slots) for b in first.buckets
+        ]
+    if ranks > 1:
+        assert first.fingerprint != Layout(numels, nodes * ranks, bucket).fingerprint
+
+
+@PATIENT
+@given(NUMELS, NODES, RANKS, BUCKET_ELEMENTS)
+def test_the_states_of_a_node_tile_the_space(numels: list[int], nodes: int, ranks: int, bucket: int) -> None:
+    """A rank keeps its slices one after another, without a gap; those of all ranks are everything, once."""
+    held: list[int] = []
+    for layout in layouts(numels, nodes, ranks, bucket):
+        assert layout.own_size * ranks == layout.size
+        end = 0
+        for b in layout.buckets:
+            assert b.own_start - b.state_shift == end
+            end += b.slice_elements
+            held += range(b.own_start, b.own_start + b.slice_elements)
+        assert end == layout.own_size
+    assert sorted(held) == list(range(layouts(numels, nodes, ranks, bucket)[0].size))
+
+
+@PATIENT
+@given(NUMELS, NODES, st.integers(2, 4), BUCKET_ELEMENTS)
+def test_own_views_of_all_ranks_cover_a_parameter_once(numels: list[int], nodes: int, ranks: int, bucket: int) -> None:
+    of_node = layouts(numels, nodes, ranks, bucket)
+    states = [flat_numbers(layout) for layout in of_node]
+    for slot in of_node[0].slots:
+        like = torch.empty(slot.numel)
+        views = [layout.own_view(state, slot, like) for layout, state in zip(of_node, states, strict=True)]
+        elements = sorted(element for view in views for element in view.tolist())
+        assert elements == list(range(slot.start, slot.start + slot.numel))
+        for view, state in zip(views, states, strict=True):
+            assert view.dim() == 1
+            assert view.tolist() == sorted(view.tolist())
+            assert view.untyped_storage().data_ptr() == state.untyped_storage().data_ptr()
+
+
+def flat_numbers(layout: Layout) -> torch.Tensor:
+    """A state that holds, at every element's place, the number of the element in the flat space."""
+    state = torch.zeros(layout.own_size, dtype=torch.int64)
+    for b in layout.buckets:
+        here = torch.arange(b.own_start, b.own_start + b.slice_elements)
+        state[here - b.state_shift] = here
+    return state
+
+
+def test_one_slice_keeps_the_shape_of_the_parameter() -> None:
+    layout = Layout([2 * 3], 2, 256, slices=1)
+    assert layout.own_view(torch.zeros(layout.own_size), layout.slots[0], torch.empty(2, 3)).shape == (2, 3)

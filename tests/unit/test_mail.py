@@ -7,7 +7,7 @@ codec decides how large packets are, and kernels write through the addresses.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import chain
+from itertools import chain, pairwise
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from thinwire.codecs.dense import Dense
 from thinwire.codecs.stochastic_sign import ROLL_PERIOD, Downlink, StochasticSign
 from thinwire.kernels import ops
 from thinwire.wire.buckets import WORD, Layout
@@ -67,8 +68,8 @@ def test_every_bit_has_an_address_of_its_own(
 @given(NUMELS, WORLD_SIZE, BUCKET_ELEMENTS)
 def test_the_parts_of_a_parameter_cover_it_once_and_in_order(numels: list[int], world_size: int, bucket: int) -> None:
     mail, _ = mail_for(numels, world_size, bucket)
-    parts_in = [0] * len(mail.frames)
-    for slot, parts in zip(mail.layout.slots, mail.parts, strict=True):
+    contents: list[list[tuple[int, Part]]] = [[] for _ in mail.frames]
+    for position, (slot, parts) in enumerate(zip(mail.layout.slots, mail.parts, strict=True)):
         for runs in runs_of(parts):
             end = 0
             for element, in_param, count, _, _ in runs.tolist():
@@ -78,10 +79,10 @@ def test_the_parts_of_a_parameter_cover_it_once_and_in_order(numels: list[int], 
             assert end == slot.numel
         homes = [part.frame.bucket.index for part in parts]
         assert homes == sorted(set(homes))
-        for home in homes:
-            parts_in[home] += 1
-    assert parts_in == mail.parts_in
-    assert all(parts_in)  # else a bucket would never be complete, or never be sent
+        for home, part in zip(homes, parts, strict=True):
+            contents[home].append((position, part))
+    assert contents == mail.contents
+    assert all(contents)  # else a bucket would never be complete, or never be sent
 
 
 @PATIENT
@@ -141,13 +142,16 @@ def test_a_worker_alone_reads_what_it_wrote(numels: list[int], bucket: int) -> N
         assert mail.received_memory[frame.sent_at] == frame.received[0, 0] == 77
 
 
-def test_workers_with_peers_receive_all_buckets_in_one_place() -> None:
-    """The lane handles one at a time: more room would be memory for nothing."""
+def test_what_is_received_has_a_place_of_its_own() -> None:
+    """Packets of any bucket may come before those of another are answered, and while the own ones are being sent."""
     mail, _ = mail_for([5000, 700], 3, 1000)
     assert len(mail.frames) > 3
-    assert len({frame.received.data_ptr() for frame in mail.frames}) == 1
-    assert len(mail.received_memory) == max(frame.sent.numel() for frame in mail.frames)
-    assert mail.frames[0].received.data_ptr() not in {frame.sent.data_ptr() for frame in mail.frames}
+    places = {frame.received.data_ptr() for frame in mail.frames} | {frame.sent.data_ptr() for frame in mail.frames}
+    assert len(places) == 2 * len(mail.frames)
+    for frame in mail.frames:
+        mail.received_memory[frame.sent_at] = 77
+        assert frame.received[0, 0] == 77
+        assert frame.sent[0, 0] == 0
 
 
 # What kernels write arrives ------------------------------------------------------------------------------------------
@@ -267,3 +271,92 @@ def test_nothing_to_send_needs_no_mail(numels: list[int], world_size: int) -> No
     assert mail.frames == []
     assert mail.sent.numel() == mail.answers.numel() == 0
     assert mail.parts == [[] for _ in numels]
+
+
+# Slices: the ranks of a node -----------------------------------------------------------------------------------------
+
+PAYLOADS = {"bit": 1, "votes": 1, "dense": 32}
+"""Bits an element, in one plane."""
+
+
+def mails_of_a_node(numels: list[int], nodes: int, ranks: int, bucket: int, payload: str) -> list[tuple[Mail, int]]:
+    """The mail of each rank, and how many planes its answers have."""
+    mails = []
+    for own in range(ranks):
+        layout = Layout(numels, nodes, bucket, slices=ranks, own_slice=own)
+        if payload == "dense":
+            mails.append((Mail(layout, Dense.payload, alone=nodes == 1), 1))
+        else:
+            codec = StochasticSign(layout, "votes" if payload == "votes" else "bit", REFERENCE)
+            mails.append((Mail(layout, codec.payload, alone=nodes == 1), codec.planes))
+    return mails
+
+
+def claim(run: list[int], planes: int, bits: int, start: int, stop: int, taken: set[int]) -> None:
+    """Take the words of a run, which must lie within the bytes from `start` to `stop` and be nobody else's."""
+    _, _, count, byte, plane_bytes = run
+    for plane in range(planes):
+        first = byte + plane * plane_bytes
+        words = range(first, first + 8 * bits * -(-count // WORD), 8)
+        assert start <= words.start < words.stop <= stop
+        assert not taken.intersection(words)
+        taken.update(words)
+
+
+@PATIENT
+@given(NUMELS, st.integers(1, 4), st.integers(2, 4), BUCKET_ELEMENTS, st.sampled_from(sorted(PAYLOADS)))
+def test_the_ranks_of_a_node_send_every_element_once(
+    numels: list[int], nodes: int, ranks: int, bucket: int, payload: str
+) -> None:
+    """Between them; each sends its own slice, to its owners, at a gradient's place in the mean of that slice."""
+    sent: list[int] = []
+    for mail, _ in mails_of_a_node(numels, nodes, ranks, bucket, payload):
+        taken: set[int] = set()
+        for part in chain.from_iterable(mail.parts):
+            frame, home = part.frame, part.frame.bucket
+            for run in part.up_runs.tolist():
+                element, in_slice, count, _, _ = run
+                assert in_slice == element - home.own_start
+                assert 0 <= in_slice < in_slice + count <= home.slice_elements
+                packet = frame.sent_at + in_slice // (WORD * home.shard_words) * frame.sent.shape[1]
+                claim(run, 1, PAYLOADS[payload], packet + HEADER_BYTES, packet + frame.up_presence, taken)
+                sent += range(element, element + count)
+            # What a part has in a slice is one stretch of it: the mean of a node is taken of all of it at once.
+            stretches = [(start, start + count) for _, start, count, _, _ in part.up_runs.tolist()]
+            assert all(stop == start for (_, stop), (start, _) in pairwise(stretches))
+        assert max(taken, default=-8) + 8 <= mail.sent.numel()
+        assert all(frame.sent.shape[0] == nodes for frame in mail.frames)
+    slots = mails_of_a_node(numels, nodes, ranks, bucket, payload)[0][0].layout.slots
+    assert sorted(sent) == [e for slot in slots for e in range(slot.start, slot.start + slot.numel)]
+
+
+@PATIENT
+@given(NUMELS, st.integers(1, 4), st.integers(2, 4), BUCKET_ELEMENTS, st.sampled_from(sorted(PAYLOADS)))
+def test_every_rank_of_a_node_finds_all_answers(
+    numels: list[int], nodes: int, ranks: int, bucket: int, payload: str
+) -> None:
+    mails = mails_of_a_node(numels, nodes, ranks, bucket, payload)
+    for own, (mail, planes) in enumerate(mails):
+        taken: set[int] = set()
+        for slot, parts in zip(mail.layout.slots, mail.parts, strict=True):
+            end = 0
+            for part in parts:
+                frame, home = part.frame, part.frame.bucket
+                for run in part.down_runs.tolist():
+                    element, in_param, count, _, _ = run
+                    assert in_param == element - slot.start == end
+                    end += count
+                    shard = (element - home.start) // (WORD * home.shard_words)
+                    packet = frame.answers_at + shard * frame.answers.shape[1]
+                    bits, start = PAYLOADS[payload], packet + HEADER_BYTES
+                    claim(run, planes, bits, start, packet + frame.down_presence, taken)
+            assert end == slot.numel
+        assert max(taken, default=-8) + 8 <= mail.answers.numel()
+        for frame in mail.frames:
+            assert frame.answers.shape[0] == nodes * ranks
+            assert frame.own_answers.shape[0] == nodes
+            offset = own * nodes * frame.answers.shape[1]
+            assert frame.own_answers.data_ptr() == frame.answers.data_ptr() + offset
+        # Answers are shared as blocks of bytes: they must mean the same everywhere.
+        for mine, first in zip(chain.from_iterable(mail.parts), chain.from_iterable(mails[0][0].parts), strict=True):
+            assert torch.equal(mine.down_runs, first.down_runs)

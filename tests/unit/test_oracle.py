@@ -93,3 +93,16 @@ def test_nonfinite_skips_and_spares_the_element() -> None:
     np.testing.assert_allclose(p.b, [[0.2, 0.2], [0.0, 0.2]])
     assert not oracle.step([[fine], [fine]]).skipped
     assert np.abs(p.value).tolist() == [1.0, 1.0]
+
+
+def test_without_compression_steps_are_m_over_b() -> None:
+    oracle = BirderOracle([Group([np.array([1.0, 1.0, 1.0])], lr=0.5, weight_decay=0.1)], workers=1, compressed=False)
+    assert not oracle.step([[np.array([2.0, -1.0, 0.0])]]).skipped
+    np.testing.assert_allclose(oracle.values[0], [0.95 - 0.5, 0.95 + 0.5, 1.0], rtol=1e-9)
+    oracle.step([[np.array([-2.0, -1.0, 0.0])]])
+    # m = 0.8 * 0.4 - 0.4 = -0.08 and b = 0.8 * 0.4 + 0.4 = 0.72
+    np.testing.assert_allclose(oracle.values[0], [0.95 * 0.45 + 0.5 / 9, 0.95 * 1.45 + 0.5, 1.0], rtol=1e-9)
+    before = oracle.values[0].copy()
+    assert oracle.step([[np.array([np.inf, 1.0, 1.0])]]).skipped
+    oracle.step([[None]])
+    np.testing.assert_array_equal(oracle.values[0], before)

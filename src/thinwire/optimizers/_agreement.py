@@ -29,7 +29,7 @@ def describe(optimizer: WireOptimizer, names: dict[Tensor, str]) -> Description:
         "thinwire's version": __version__,
         "seed": optimizer._seed,
         "bucket_mb": optimizer._bucket_mb,
-        "what makes up a node": optimizer._topology.source,
+        "how many ranks a node has (start as many on each, or use topology='flat')": optimizer._topology.source,
         "the topology": str(optimizer._topology),
         "node_dtype": str(optimizer._node_dtype),
         **optimizer._settings(),

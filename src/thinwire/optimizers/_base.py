@@ -151,7 +151,10 @@ class WireOptimizer(Optimizer, abc.ABC):
 
     def _settings_text(self) -> str:
         """The arguments that decide the bits of a run, for people to read."""
-        return ", ".join(f"{name}={value}" for name, value in {"seed": self._seed, **self._settings()}.items())
+        settings = {"seed": self._seed, **self._settings()}
+        if self._topology.slices > 1:
+            settings["node_dtype"] = self._node_dtype
+        return ", ".join(f"{name}={value}" for name, value in settings.items())
 
     # Layout and state, made at construction --------------------------------------------------------------------------
 
