@@ -454,7 +454,10 @@ def test_what_ranks_cannot_agree_on_is_an_error_on_every_rank() -> None:
         assert of_rank == results[0]
         assert all(at_step == at_attach for at_step, at_attach in of_rank)
     found = {name: at_step for name, (at_step, _) in zip(ENVIRONMENTS, results[0], strict=True)}
-    disagree = "ranks disagree on how many ranks a node has (start as many on each, or use topology='flat'): 'LOCAL_WORLD_SIZE="
+    disagree = (
+        "ranks disagree on how many ranks a node has (start as many on each, or use topology='flat'): "
+        "'LOCAL_WORLD_SIZE="
+    )
     assert f"{disagree}2' on ranks 0, 1; 'LOCAL_WORLD_SIZE=1' on rank 2" in found["2 ranks, 2 and 1"]
     assert "LOCAL_WORLD_SIZE=2: the nodes have 2, 1 ranks" in found["2 on all"]
     assert found["garbage"] == "LOCAL_WORLD_SIZE='two': expected the number of ranks on this node"

@@ -16,8 +16,10 @@ from rich.table import Table
 
 import thinwire
 from thinwire.cli import bench_exchange, bench_kernels
-from thinwire.cli.demo import Downlink
+from thinwire.cli.demo import Downlink, _integer, _output
 from thinwire.cli.launch import WorkerError, run_workers
+from thinwire.cli.step import command as step_command
+from thinwire.cli.step.models import MODELS
 from thinwire.kernels import native
 
 app = typer.Typer(help="Measure, as ratios within one run.", no_args_is_help=True)
@@ -97,6 +99,37 @@ def exchange(
         Console().print(_exchange_table(ranks, rows))
     settings = {"ranks": ranks, **asdict(plan)}
     _write("exchange", settings, [asdict(row) for row in rows], as_json=as_json, out=out)
+
+
+@app.command()
+def step(
+    hosts: Annotated[int, _integer(2, "Hosts, each with a link of its own.")] = 4,
+    ranks: Annotated[int, _integer(1, "Ranks a host.")] = 1,
+    rates: Annotated[str, typer.Option(help="What a host may send, in tc's words.")] = "100mbit,1gbit,unlimited",
+    methods: Annotated[str, typer.Option(help=f"{', '.join(step_command.ALL_METHODS)}, or all.")] = "all",
+    models: Annotated[str, typer.Option(help=f"{', '.join(MODELS)}, or all.")] = "lm-7m",
+    rounds: Annotated[int, _integer(1, "Turns of each method at each rate; medians are taken over all of them.")] = 3,
+    seconds: Annotated[float, typer.Option(min=0.1, help="What the measured steps of a turn may take together.")] = 4.0,
+    buckets: Annotated[str, typer.Option(metavar="MB,MB,…", help="Measure birder with these bucket_mb too.")] = "",
+    from_json: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", exists=True, dir_okay=False, help="Report on an earlier run; measure nothing."),
+    ] = None,
+    json: Annotated[Path | None, _output("Write what was measured to this file.")] = None,
+    html: Annotated[Path | None, _output("Write a page with charts that needs no network.")] = None,
+    png: Annotated[Path | None, _output("Write the charts as a picture.")] = None,
+) -> None:
+    """Training steps over links as slow as you say, for what people use today and for thinwire's optimizers.
+
+    Hosts are network namespaces of this machine (Linux, root, ip and tc). Every method takes turns with all others.
+    """
+    if from_json is not None:
+        results = step_command.read(from_json)
+    else:
+        results = step_command.measure(
+            step_command.plan(hosts, ranks, rates, models, methods, buckets, rounds, seconds), Console(stderr=True)
+        )
+    step_command.report(results, Console(), json=json, html=html, png=png)
 
 
 def _exchange_table(ranks: int, rows: list[bench_exchange.Row]) -> Table:

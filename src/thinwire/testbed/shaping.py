@@ -110,4 +110,4 @@ def _token_bucket(rate: float) -> tuple[str, ...]:
 
 def _bucket_bytes(rate: float) -> int:
     # Two frames at least, or a slow link would lose the time between the timer and the next frame.
-    return max(2 * _FRAME, round(rate / 8 * _BUCKET_SECONDS))
+    return max(_SMALLEST_LARGE_PACKET + _FRAME, round(rate / 8 * _BUCKET_SECONDS))

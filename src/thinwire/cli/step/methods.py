@@ -1,0 +1,248 @@
+"""Who takes part: one row a method, with how it is set up on a DDP model and what it has to send.
+
+A new optimizer is one row of `METHODS`.
+"""
+
+# No `from __future__ import annotations` here: DDP inspects the annotations of its hooks and wants types, not strings.
+import importlib.metadata
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+import thinwire
+
+POWERSGD_RANK = 1
+# torch's smallest: the hook averages densely in the steps before. Warm-up has more steps than that.
+POWERSGD_BEGINS_AT = 2
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """So many hosts with so many ranks each; only what leaves a host is slow."""
+
+    hosts: int
+    ranks: int
+
+    @property
+    def world(self) -> int:
+        """Ranks in all."""
+        return self.hosts * self.ranks
+
+
+Shapes = Sequence[torch.Size]
+"""Of all parameters of a model."""
+Prepare = Callable[[DistributedDataParallel], Optimizer]
+Theory = Callable[[Cluster, Shapes], float]
+
+
+def _nothing_in_the_way(_: Cluster) -> str | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to train."""
+
+    description: str
+    prepare: Prepare
+    """Make the optimizer of a fresh DDP model, and register what replaces DDP's averaging."""
+    theory: Theory
+    """Bytes that must leave a host in a step, without headers of any kind."""
+    obstacle: Callable[[Cluster], str | None] = _nothing_in_the_way
+    """Why it makes no sense here, if so."""
+
+
+def method_named(name: str) -> Method:
+    """A row of `METHODS`, or Birder with buckets of a size of one's own, as `with_buckets` names it.
+
+    Raises:
+        KeyError: for any other name.
+    """
+    size = bucket_size(name)
+    return METHODS[name] if size is None else _birder(f"flat, bucket_mb={size:g}", bucket_mb=size)
+
+
+def with_buckets(megabytes: float) -> str:
+    """The name of Birder with buckets of this size."""
+    return f"birder@{megabytes:g}MB"
+
+
+def bucket_size(name: str) -> float | None:
+    """What `with_buckets` made a name of."""
+    sized = re.fullmatch(r"birder@(.+)MB", name)
+    return float(sized[1]) if sized else None
+
+
+def obstacle(name: str, cluster: Cluster) -> str | None:
+    """Why a method is not measured on this cluster, if so."""
+    return CANNOT_RUN[name]() if name in CANNOT_RUN else method_named(name).obstacle(cluster)
+
+
+# What DDP is told -----------------------------------------------------------------------------------------------------
+
+
+def _adamw(model: DistributedDataParallel) -> Optimizer:
+    return torch.optim.AdamW(model.parameters(), fused=True)
+
+
+def _keep_local(_: object, bucket: GradBucket) -> Future[Tensor]:
+    kept: Future[Tensor] = Future()
+    kept.set_result(bucket.buffer())
+    return kept
+
+
+def _average_bf16(_: object, bucket: GradBucket) -> Future[Tensor]:
+    # torch's bf16_compress_hook does the same, but refuses gloo, whose all_reduce adds bf16 well.
+    gradients = bucket.buffer()
+    narrow = gradients.to(torch.bfloat16).div_(dist.get_world_size())
+    work = dist.all_reduce(narrow, async_op=True)
+    assert work is not None, "every rank is a member of the default group"
+
+    def widen(_: Future[list[Tensor]]) -> Tensor:
+        return gradients.copy_(narrow)
+
+    return work.get_future().then(widen)
+
+
+def _with_hook(hook: Callable[[Any, GradBucket], Future[Tensor]], state: Callable[[], Any]) -> Prepare:
+    def prepare(model: DistributedDataParallel) -> Optimizer:
+        model.register_comm_hook(state(), hook)
+        return _adamw(model)
+
+    return prepare
+
+
+def _powersgd_state() -> powerSGD_hook.PowerSGDState:
+    return powerSGD_hook.PowerSGDState(
+        process_group=None, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=POWERSGD_BEGINS_AT
+    )
+
+
+# What has to be sent --------------------------------------------------------------------------------------------------
+
+
+def _elements(shapes: Shapes) -> int:
+    return sum(shape.numel() for shape in shapes)
+
+
+def _ring(cluster: Cluster, size: float) -> float:
+    """All-reduce around a ring whose order is that of the hosts: of every host one rank sends to another host."""
+    return 2 * (cluster.world - 1) / cluster.world * size if cluster.hosts > 1 else 0.0
+
+
+def _dense(element_size: int) -> Theory:
+    return lambda cluster, shapes: _ring(cluster, element_size * _elements(shapes))
+
+
+def _low_rank(cluster: Cluster, shapes: Shapes) -> float:
+    """PowerSGD sends two thin matrices for a tensor, unless they are hardly smaller than the tensor itself."""
+    sent = 0
+    for shape in shapes:
+        rows = shape[0] if shape else 1
+        columns = shape.numel() // rows
+        thin = (rows + columns) * min(rows, columns, POWERSGD_RANK)
+        # 2 is the hook's min_compression_rate.
+        sent += thin if len(shape) > 1 and 2 * thin < shape.numel() else shape.numel()
+    return _ring(cluster, 4 * sent)
+
+
+def _between_ranks(bits_down: Callable[[int], int]) -> Theory:
+    """Every rank sends 1 bit an element up to the owner of its shard, and as an owner its answer to everybody."""
+
+    def theory(cluster: Cluster, shapes: Shapes) -> float:
+        on_other_hosts = (cluster.world - cluster.ranks) / cluster.world
+        return cluster.ranks * on_other_hosts * (1 + bits_down(cluster.world)) * _elements(shapes) / 8
+
+    return theory
+
+
+def _between_hosts(cluster: Cluster, shapes: Shapes) -> float:
+    """Hosts vote, not ranks: what leaves a host no longer grows with its ranks."""
+    return 2 * (cluster.hosts - 1) / cluster.hosts * _elements(shapes) / 8
+
+
+def _one_bit(_: int) -> int:
+    return 1
+
+
+def _vote_count_bits(voters: int) -> int:
+    return math.ceil(math.log2(voters + 1))
+
+
+_ONE_BIT_EACH_WAY = _between_ranks(_one_bit)
+
+
+# The rows -------------------------------------------------------------------------------------------------------------
+
+
+def _birder(
+    variant: str,
+    *,
+    overlap: bool = True,
+    theory: Theory = _ONE_BIT_EACH_WAY,
+    obstacle: Callable[[Cluster], str | None] = _nothing_in_the_way,
+    **options: Any,
+) -> Method:
+    options = {"topology": "flat", **options}
+
+    def prepare(model: DistributedDataParallel) -> Optimizer:
+        optimizer = thinwire.Birder(model.parameters(), **options)
+        thinwire.attach(model, optimizer, overlap=overlap)
+        return optimizer
+
+    return Method(f"DDP + thinwire.Birder, {variant}", prepare, theory, obstacle)
+
+
+def _needs_several_ranks_a_host(cluster: Cluster) -> str | None:
+    return "one rank a host: the same as flat" if cluster.ranks == 1 else None
+
+
+def _no_onebit_adam() -> str:
+    """Tried with deepspeed 0.19.6, the last release that has it: none of its backends works without an accelerator."""
+    try:
+        version = importlib.metadata.version("deepspeed")
+    except importlib.metadata.PackageNotFoundError:
+        return "deepspeed is not installed: pip install 'thinwire[bench]'"
+    return (
+        f"deepspeed {version} has no 1-bit backend for CPU and gloo: 'nccl' and 'mpi' import cupy, 'hccl' is for "
+        "Ascend, and 'compressed' raises \"This op had not been implemented on CPU backend.\""
+    )
+
+
+METHODS: dict[str, Method] = {
+    "ddp-adamw": Method("DDP averaging in fp32 + fused AdamW", _adamw, _dense(4)),
+    "ddp-bf16": Method("DDP averaging in bf16 + fused AdamW", _with_hook(_average_bf16, state=lambda: None), _dense(2)),
+    "powersgd": Method(
+        f"DDP with torch's PowerSGD hook of rank {POWERSGD_RANK} + fused AdamW",
+        _with_hook(powerSGD_hook.powerSGD_hook, _powersgd_state),
+        _low_rank,
+    ),
+    "birder": _birder("flat"),
+    "birder-no-overlap": _birder("flat, exchanged in step() instead of during backward", overlap=False),
+    "birder-votes": _birder('flat, downlink="votes"', theory=_between_ranks(_vote_count_bits), downlink="votes"),
+    "birder-hierarchical": _birder(
+        "hierarchical: hosts vote",
+        theory=_between_hosts,
+        obstacle=_needs_several_ranks_a_host,
+        topology="hierarchical",
+    ),
+    "local": Method(
+        "DDP with a hook that sends nothing + fused AdamW: the limit",
+        _with_hook(_keep_local, state=lambda: None),
+        lambda cluster, shapes: 0.0,
+    ),
+}
+
+CANNOT_RUN: dict[str, Callable[[], str]] = {"deepspeed-1bit-adam": _no_onebit_adam}
+"""Methods that a reader will look for, and why there is no figure for them."""

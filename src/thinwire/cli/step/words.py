@@ -1,0 +1,40 @@
+"""Numbers as text, the same in tables, charts and on the page."""
+
+from __future__ import annotations
+
+from thinwire.cli.report import _bytes as byte_count
+from thinwire.testbed import parse_rate
+
+__all__ = ["byte_count", "rate", "ratio", "seconds", "short_byte_count", "span"]
+
+
+def seconds(value: float) -> str:
+    """With three digits, in ms or s."""
+    return f"{value:.2f} s" if value >= 10 else f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms"
+
+
+def span(low: float, high: float) -> str:
+    """Two times with one unit."""
+    scale, unit = (1.0, "s") if high >= 1 else (1e3, "ms")
+    return f"{scale * low:.3g}–{scale * high:.3g} {unit}"
+
+
+def short_byte_count(value: float) -> str:
+    """For the ticks of an axis, which are round numbers."""
+    return byte_count(value).replace(".00", "")
+
+
+def ratio(value: float | None) -> str:
+    """With three digits, or nothing where there is nothing to compare with."""
+    return "" if value is None else f"{value:.1f}×" if value >= 10 else f"{value:.2f}×"
+
+
+def rate(value: str) -> str:
+    """A rate in tc's words as people write it."""
+    bits_per_second = parse_rate(value)
+    if bits_per_second is None:
+        return "unlimited"
+    for size, unit in ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s")):
+        if bits_per_second >= size:
+            return f"{bits_per_second / size:g} {unit}"
+    return f"{bits_per_second:g} bit/s"

@@ -1,0 +1,226 @@
+"""A rank of the benchmark: `python -m thinwire.cli.step.worker` in torchrun's environment, led through its stdin.
+
+A command is a line of JSON, and so is an answer on stdout; whatever else is printed goes to stderr. Every turn has a
+process group, a model and an optimizer of its own, so that none inherits connections, threads or memory of another.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from thinwire.cli.step.methods import method_named
+from thinwire.cli.step.models import MODELS
+from thinwire.metrics import Metrics
+from thinwire.optimizers._base import WireOptimizer
+
+# DDP arranges its buckets anew after the first, attach overlaps from the second, PowerSGD compresses from the third.
+WARM_UP_STEPS = 4
+COMPUTE_PROBES = 4
+FEWEST_STEPS, MOST_STEPS = 2, 400
+SECONDS_BETWEEN_SIGNS_OF_LIFE = 1.0
+# Who is silent for too long is noticed by the parent, which knows how slow the links are.
+GLOO_TIMEOUT = timedelta(hours=1)
+
+
+@dataclass
+class Record:
+    """What one rank saw, in seconds: lists have a value a step."""
+
+    step: list[float] = field(default_factory=list)
+    optimizer: list[float] = field(default_factory=list)
+    """Inside `optimizer.step()`, without what thinwire waited there."""
+    exposed_wait: list[float] = field(default_factory=list)
+    """As thinwire's optimizers report it; empty for others."""
+    compute: list[float] = field(default_factory=list)
+    """Forward and backward while nobody sends, a value a probe."""
+    thinwire: dict[str, float] = field(default_factory=dict)
+    """Means a step of the other counters of thinwire's optimizers."""
+
+
+class Turn:
+    """One method on one model, in the phases through which the parent leads all ranks."""
+
+    def __init__(self, model: str, method: str, show_life: Callable[[], None]) -> None:
+        torch.manual_seed(0)
+        workload = MODELS[model]
+        # All ranks have the same seed, so there is nothing to synchronise, neither now nor, for the running averages of
+        # BatchNorm, before every forward. That is the same for all methods, and not what is compared.
+        self._model = DistributedDataParallel(workload.build(), broadcast_buffers=False, init_sync=False)
+        self._optimizer = method_named(method).prepare(self._model)
+        self._batch = workload.batch(torch.Generator().manual_seed(dist.get_rank()))
+        self._show_life = show_life
+        self._record = Record()
+        self._steps = 0
+
+    def warm_up(self) -> None:
+        """Take steps that do not count."""
+        for _ in range(WARM_UP_STEPS):
+            self._step(Record())
+
+    def settle(self, seconds: float) -> None:
+        """Time the computation, take a step at the final rate, and agree on how many fit into `seconds`."""
+        dist.barrier()
+        for _ in range(COMPUTE_PROBES):
+            self._record.compute.append(self._compute_alone())
+        dist.barrier()
+        began = time.perf_counter()
+        self._step(Record())
+        dist.barrier()
+        fitting = round(seconds / (time.perf_counter() - began))
+        agreed = torch.tensor(min(max(FEWEST_STEPS, fitting), MOST_STEPS))
+        dist.broadcast(agreed, src=0)
+        self._steps = int(agreed)
+
+    def measure(self) -> Record:
+        """Take the steps that count, in one go: barriers between them would hide what one leaves to the next."""
+        record = self._record
+        before = _metrics(self._optimizer)
+        dist.barrier()
+        began = time.perf_counter()
+        for _ in range(self._steps):
+            self._step(record)
+            ended = time.perf_counter()
+            record.step.append(ended - began)
+            began = ended
+        dist.barrier()
+        after = _metrics(self._optimizer)
+        if before is not None and after is not None:
+            record.thinwire = _means(before, after, self._steps)
+        return record
+
+    def _step(self, record: Record) -> None:
+        self._model(*self._batch).backward()
+        waited = _exposed_wait(self._optimizer)
+        began = time.perf_counter()
+        self._optimizer.step()
+        taken = time.perf_counter() - began
+        if waited is not None:
+            waited = (_exposed_wait(self._optimizer) or 0.0) - waited
+            record.exposed_wait.append(waited)
+            taken -= waited
+        record.optimizer.append(taken)
+        self._optimizer.zero_grad()
+        self._show_life()
+
+    def _compute_alone(self) -> float:
+        began = time.perf_counter()
+        with self._model.no_sync():
+            self._model(*self._batch).backward()
+        self._optimizer.zero_grad()
+        self._show_life()
+        return time.perf_counter() - began
+
+
+def _metrics(optimizer: Optimizer) -> Metrics | None:
+    return optimizer.metrics() if isinstance(optimizer, WireOptimizer) else None
+
+
+def _exposed_wait(optimizer: Optimizer) -> float | None:
+    metrics = _metrics(optimizer)
+    return None if metrics is None else metrics.exposed_wait_seconds
+
+
+def _means(before: Metrics, after: Metrics, steps: int) -> dict[str, float]:
+    counted = [f.name for f in fields(Metrics) if f.name not in ("steps", "mean_abs_vote", "exposed_wait_seconds")]
+    return {name: (getattr(after, name) - getattr(before, name)) / steps for name in counted}
+
+
+class _Rank:
+    """Hears the commands, and answers."""
+
+    def __init__(self) -> None:
+        # Libraries may print; gloo does. Answers get a pipe of their own, and file descriptor 1 becomes stderr.
+        self._answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+        os.dup2(2, 1)
+        self.rank, self._world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self._store = dist.TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            self._world,
+            is_master=self.rank == 0,
+            timeout=GLOO_TIMEOUT,
+        )
+        self._turn: Turn | None = None
+        self._turns = 0
+        self._last_sign = 0.0
+
+    def answer(self, event: str, **details: Any) -> None:
+        """Tell the parent."""
+        print(json.dumps({"event": event, **details}), file=self._answers, flush=True)
+
+    def obey(self, command: dict[str, Any]) -> None:
+        """Do as told and say that it is done."""
+        result: dict[str, Any] = {}
+        match command.pop("do"):
+            case "prepare":
+                self._turns += 1
+                store = dist.PrefixStore(f"turn {self._turns}", self._store)
+                dist.init_process_group(
+                    "gloo", store=store, rank=self.rank, world_size=self._world, timeout=GLOO_TIMEOUT
+                )
+                self._turn = Turn(**command, show_life=self._show_life)
+            case "warm up":
+                self._of_turn().warm_up()
+            case "settle":
+                self._of_turn().settle(**command)
+            case "measure":
+                result = asdict(self._of_turn().measure())
+            case "end":
+                # In this order: a DDP model that is the last to hold a gloo group takes it down while it holds the GIL,
+                # for which one of the group's threads may wait (torch 2.13).
+                self._turn = None
+                gc.collect()
+                dist.destroy_process_group()
+            case unknown:
+                raise ValueError(f"unknown command {unknown!r}")
+        self.answer("done", **result)
+
+    def _of_turn(self) -> Turn:
+        if self._turn is None:
+            raise RuntimeError("there is no turn: the first command is 'prepare'")
+        return self._turn
+
+    def _show_life(self) -> None:
+        # Now and then only, and from one rank: the parent, who wakes up for it, needs one of our cores.
+        now = time.monotonic()
+        if self.rank == 0 and now - self._last_sign > SECONDS_BETWEEN_SIGNS_OF_LIFE:
+            self._last_sign = now
+            self.answer("alive")
+
+
+def main() -> None:
+    """Obey until stdin ends."""
+    torch.set_num_threads(1)
+    rank = _Rank()
+    try:
+        rank.answer("done")
+        for line in sys.stdin:
+            rank.obey(json.loads(line))
+    except Exception as error:
+        first_line = (str(error).strip().splitlines() or [""])[0]
+        rank.answer("error", at=time.monotonic(), reason=f"{type(error).__name__}: {first_line}")
+        traceback.print_exc()
+        # Peers that wait for this rank go on waiting, instead of failing too and hiding who was first.
+        sys.stdin.read()
+    # gloo's threads give tensors back to Python some time after a collective is complete, and one that does so while
+    # the interpreter exits takes the process down with SIGABRT (torch 2.13). All there was to say is said and flushed.
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
