@@ -14,11 +14,15 @@ _SLOWEST, _FASTEST = 1e3, 1e12
 
 _FRAME = 1514  # an Ethernet frame of a 1500 byte packet, as the queue counts it
 _LARGEST_PACKET = 65536  # what TCP hands over at most, to be cut into frames later
-_SMALLEST_LARGE_PACKET = 8192
 # A bucket fills to what the link carries in this time. It is given away at memory speed after every pause, so it has to
 # be small against a message: 25 kB at 1 Gbit/s. It is also how late a timer may be before the link loses throughput:
 # 200 µs are plenty for the kernel's high-resolution timers.
 _BUCKET_SECONDS = 200e-6
+# On slower links it holds a packet of this size, so that TCP need not be cut into frames: the hosts of a testbed share
+# this machine's cores, and every packet takes some 50 µs of one. Of four hosts that train over 100 Mbit/s, frames would
+# take a quarter of two cores, which real hosts have for themselves. But no more than so many seconds of the link.
+_PACKET = 16384
+_LONGEST_BUCKET_SECONDS = 1.5e-3
 # A network card does not drop what its own host sends, it makes it wait. TCP keeps a few milliseconds a socket queued.
 _QUEUE_BYTES = 32 << 20
 
@@ -79,7 +83,7 @@ class Egress:
         self._handle += 1
         # A packet that does not fit into the bucket is cut into frames before its time, which costs a core at 1 Gbit/s
         # and a handful of hosts; two that do fit leave the timer some slack. Sockets take note when they connect.
-        largest_packet = min(max(_bucket_bytes(rate) // 2, _SMALLEST_LARGE_PACKET), _LARGEST_PACKET)
+        largest_packet = min(max(_bucket_bytes(rate) // 2, _PACKET), _LARGEST_PACKET)
         run_tool(
             *("ip", "-n", self._namespace, "link", "set", "dev", self._interface),
             *("gso_max_size", str(largest_packet)),
@@ -110,4 +114,5 @@ def _token_bucket(rate: float) -> tuple[str, ...]:
 
 def _bucket_bytes(rate: float) -> int:
     # Two frames at least, or a slow link would lose the time between the timer and the next frame.
-    return max(_SMALLEST_LARGE_PACKET + _FRAME, round(rate / 8 * _BUCKET_SECONDS))
+    packet = min(_PACKET + _FRAME, rate / 8 * _LONGEST_BUCKET_SECONDS)
+    return round(max(2 * _FRAME, packet, rate / 8 * _BUCKET_SECONDS))
