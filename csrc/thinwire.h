@@ -52,7 +52,7 @@ THINWIRE_API int thinwire_birder_direction(const thinwire_run *runs, int64_t n_r
                                            int state_dtype, int64_t shift, uint8_t *packets, float beta, float one_minus_beta, float eps,
                                            float scale, int amsgrad);
 
-/* mean[e] <- (rows[0][e] + rows[1][e] + ...) / n in that order, for `count` elements; rows are `stride` bytes apart. */
+/* mean[e] <- (rows[0][e] + rows[1][e] + ...) * (1 / n) in that order, for `count` elements; rows are `stride` bytes apart. */
 THINWIRE_API void thinwire_mean(const uint8_t *rows, int64_t stride, int64_t n, int dtype, int64_t count, float *mean);
 
 /* For each of `shards` shards, the life (|state| > eps) of its words w with w mod `period` = `phase`, written to

@@ -3,7 +3,7 @@
 DDP stays in charge of everything but the gradients. It believes that every backward runs under its own `no_sync()`, so
 that it neither copies gradients into its buckets nor back, and fills in nothing for unused parameters. The optimizer
 encodes a parameter's gradient the moment autograd has accumulated it, on the thread that computed it and while it is
-warm in the cache, and its lane exchanges the bits while backward goes on. `.grad` stays the local gradient.
+warm in the cache, and its lanes exchange the bits while backward goes on. `.grad` stays the local gradient.
 """
 
 # No `from __future__ import annotations` here: DDP inspects the annotations of its hook and wants types, not strings.
@@ -46,6 +46,7 @@ def attach(
     Raises:
         TypeError: for a model that is not DistributedDataParallel, or an optimizer that is not thinwire's.
         ValueError: when optimizer and model do not fit.
+        ValueError: on every rank, when the ranks of nodes cannot be told, or are unequally many.
         RuntimeError: when the model has a communication hook already, or, on every rank, when ranks disagree on the
             optimizer's class, its hyper-parameters, the parameters' names, shapes or dtypes, the version or the seed.
     """

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 class Metrics:
     """Totals since the optimizer was made, of this rank.
 
-    Seconds of `stage`, `apply` and `exposed_wait` are the training thread's; `node`, `vote` and `wire` are the lane's
-    and run behind backward when the model is attached. `encode` is the training thread's in a flat topology and the
+    Seconds of `stage`, `apply` and `exposed_wait` are the training thread's; `node`, `vote` and `wire` are the lanes'
+    and run behind backward when the model is attached. `encode` is the training thread's in a flat topology and a
     lane's in a hierarchical one.
     """
 
@@ -40,7 +40,7 @@ class Metrics:
     """Waiting for packets and, for another bucket at the same time, for answers, slower ranks included. As the sum of
     both it may exceed the time that has passed."""
     exposed_wait_seconds: float
-    """Time that step() stood still for the lane: the part of the exchange that backward did not hide."""
+    """Time that step() stood still for the lanes: the part of the exchange that backward did not hide."""
     mean_abs_vote: float
     """Mean |ū| of the last step, over a sample of the shards that this rank owns: 1 when workers agree, and about
     0.8/√n when they toss coins. NaN before the first step and where an optimizer has no votes."""

@@ -148,11 +148,11 @@ def test_the_header_is_the_one_of_the_protocol() -> None:
     assert memory[8:40].tobytes() == expected
 
 
-def out_of_step(rank: int, world_size: int) -> None:
+def out_of_step(rank: int, world_size: int, elements: int) -> None:
     """The ranks agree, and then rank 1 falls behind the others by a step, as after loading an older checkpoint."""
-    p = parameter(100)
-    optimizer = thinwire.Birder([p])
-    p.grad = torch.ones(100)
+    p = parameter(elements)
+    optimizer = thinwire.Birder([p], bucket_mb=0.005)
+    p.grad = torch.ones(elements)
     optimizer.step()
     older = copy.deepcopy(optimizer.state_dict())
     optimizer.step()
@@ -161,8 +161,10 @@ def out_of_step(rank: int, world_size: int) -> None:
     optimizer.step()
 
 
-def test_a_rank_that_is_a_step_behind_stops_all() -> None:
-    errors = run_ranks_expecting_errors(out_of_step, 3)
+@pytest.mark.parametrize("elements", [100, 50_000], ids=["one bucket", "many buckets"])
+def test_a_rank_that_is_a_step_behind_stops_all(elements: int) -> None:
+    """Whoever refuses the first bucket has others under way, and its peers hear of it instead of losing it."""
+    errors = run_ranks_expecting_errors(out_of_step, 3, elements)
     assert all(error.type_name == "RuntimeError" for error in errors)
     assert "packet from rank 1 for step 3, bucket 0: step is 2, expected 3" in errors[0].message
     assert "packet from rank 0 for step 2, bucket 0: step is 3, expected 2" in errors[1].message

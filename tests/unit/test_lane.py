@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 
-from thinwire.wire.lane import Lane
+from thinwire.wire.lane import Failure, Lane
 
 either_kind = pytest.mark.parametrize("threaded", [True, False], ids=["threaded", "unthreaded"])
 SOON = 30.0
@@ -227,3 +227,22 @@ def test_many_lanes_do_not_disturb_each_other() -> None:
         else:
             lane.wait()
     assert counts == [100] * len(lanes)
+
+
+def test_lanes_that_share_a_failure_stop_together_and_tell_the_first() -> None:
+    failure = Failure()
+    first, second = (Lane(threaded=True, failure=failure) for _ in range(2))
+    ran: list[str] = []
+
+    def fail(message: str) -> None:
+        raise ValueError(message)
+
+    first.submit(lambda: fail("the cause"))
+    first.drain()
+    second.submit(lambda: ran.append("second"))
+    second.drain()
+    failure.note(ValueError("a consequence"))
+    assert not ran
+    for lane in (first, second):
+        with pytest.raises(RuntimeError, match="exchange failed: the cause"):
+            lane.wait()

@@ -32,7 +32,7 @@ from thinwire.optimizers._inputs import LOW_PRECISION, check_dtypes, gradient_of
 from thinwire.wire import packet
 from thinwire.wire.buckets import WORD, Layout, bucket_elements, is_dense
 from thinwire.wire.exchange import Exchange, Job
-from thinwire.wire.lane import Lane
+from thinwire.wire.lane import Failure, Lane
 from thinwire.wire.mail import Frame, Mail, Part, Payload
 from thinwire.wire.node import Node
 from thinwire.wire.peers import Peers
@@ -54,10 +54,10 @@ class WireOptimizer(Optimizer, abc.ABC):
 
     The phases of `step()`:
 
-    1. encode the gradients that backward has not encoded already; a bucket whose last parameter is encoded goes to the
-       lane, which exchanges buckets in order while the next are being encoded. In a hierarchical topology gradients are
-       only staged here, and the lane encodes what comes out of the node's mean;
-    2. wait for the lane;
+    1. encode the gradients that backward has not encoded already; a bucket whose last parameter is encoded goes to
+       the lanes, which exchange buckets in order while the next are being encoded. In a hierarchical topology gradients
+       are only staged here, and a lane encodes what comes out of the node's mean;
+    2. wait for the lanes;
     3. if any gradient on any rank was not finite, stop here, on all ranks;
     4. apply the answers.
     """
@@ -92,6 +92,7 @@ class WireOptimizer(Optimizer, abc.ABC):
         self._meter = Meter()
         self._step_count = torch.zeros((), dtype=torch.int64)
         self._prepared = False
+        self._failure = Failure()
         self._lanes: list[Lane] = []
         self._repeats = False
         # What load_state_dict is about to copy: our state, and pairs of (own, loaded).
@@ -119,16 +120,16 @@ class WireOptimizer(Optimizer, abc.ABC):
         """The local rule for a part of a parameter, given a gradient to be multiplied by `scale`.
 
         Writes the bits of `part.up_runs` into the packets; returns whether the gradient was not finite. Without a
-        gradient the bits are those of the state as it is. Runs on the lane in a hierarchical topology.
+        gradient the bits are those of the state as it is. Runs on a lane in a hierarchical topology.
         """
 
     @abc.abstractmethod
     def _seal(self, frame: Frame) -> None:
-        """Add to a bucket's packets what is known only when all its parameters are encoded. Runs on the lane."""
+        """Add to a bucket's packets what is known only when all its parameters are encoded. Runs on a lane."""
 
     @abc.abstractmethod
     def _merge(self, frame: Frame, shard: int) -> None:
-        """As the owner of `shard`, turn the packets received into an answer. Runs on the lane."""
+        """As the owner of `shard`, turn the packets received into an answer. Runs on a lane."""
 
     @abc.abstractmethod
     def _apply(self, part: Part, x: Tensor, low: Tensor | None, group: dict[str, Any]) -> None:
@@ -218,12 +219,13 @@ class WireOptimizer(Optimizer, abc.ABC):
         return self.param_groups[self._group_index[position]]
 
     def _prepare(self, names: dict[Tensor, str] | None = None) -> None:
-        """Before the first exchange: agree with everybody on everything, then open the lane.
+        """Before the first exchange: agree with everybody on everything, then open the lanes.
 
         Called by the first `step()`, or by `attach`, which knows the parameters' names.
 
         Raises:
             RuntimeError: on every rank, when ranks disagree.
+            ValueError: on every rank, when the ranks of nodes cannot be told, or are unequally many.
         """
         if self._prepared and names is None:
             return
@@ -241,7 +243,8 @@ class WireOptimizer(Optimizer, abc.ABC):
             self._node = Node(self._mail, self._topology, node_group, self._node_dtype, self._kernels, self._meter)
         # Three, so that a bucket can be sent while others wait for packets, and others again for answers.
         threaded = self._peers.size > 1
-        self._lanes = self._sending, self._answering, self._collecting = [Lane(threaded=threaded) for _ in range(3)]
+        self._lanes = [Lane(threaded=threaded, failure=self._failure) for _ in range(3)]
+        self._sending, self._answering, self._collecting = self._lanes
         self._prepared = True
 
     # A step ----------------------------------------------------------------------------------------------------------
@@ -257,6 +260,7 @@ class WireOptimizer(Optimizer, abc.ABC):
 
     def _begin_exchange(self) -> None:
         self._listening = False
+        self._refusal: RuntimeError | None = None
         self._missing = [len(parts) for parts in self._mail.contents]
         self._submitted = 0
         self._flags_seen = 0
@@ -309,7 +313,7 @@ class WireOptimizer(Optimizer, abc.ABC):
         self._encode(position, gradient_of(self._flat_params[position]), scale)
 
     def _encode(self, position: int, grad: Tensor | None, scale: float) -> None:
-        """Apply the local rule to one parameter, and give the lane all buckets that are complete by now."""
+        """Apply the local rule to one parameter, and give the lanes all buckets that are complete by now."""
         p = self._flat_params[position]
         if _form(p) != self._forms[position]:
             raise RuntimeError(
@@ -330,7 +334,7 @@ class WireOptimizer(Optimizer, abc.ABC):
                 with self._meter.stage:
                     self._node.stage(position, bucket, grad, scale)
             self._missing[bucket.index] -= 1
-            # In order, whatever the order of the gradients: ranks must start the same exchange at the same time.
+            # In order, whatever the order of the gradients: lanes take the same bucket after the same on all ranks.
             while self._submitted < len(self._missing) and not self._missing[self._submitted]:
                 self._submit(self._mail.frames[self._submitted])
                 self._submitted += 1
@@ -343,7 +347,7 @@ class WireOptimizer(Optimizer, abc.ABC):
         job = Job(frame, self._step_number, self._flags_sent)
         send = functools.partial(self._send, job)
         if self._node is not None:
-            # A scheduler may change the groups while the lane is still at it.
+            # A scheduler may change the groups while the lanes are still at it.
             groups = [dict(group) for group in self.param_groups]
             send = functools.partial(self._send_as_node, self._node, job, groups, gradients=not self._repeats)
         self._sending.submit(send)
@@ -375,7 +379,11 @@ class WireOptimizer(Optimizer, abc.ABC):
         self._exchange.collect(job)
         if self._node is not None:
             self._node.share(job)
-        self._flags_seen |= self._exchange.conclude(job)
+        try:
+            self._flags_seen |= self._exchange.conclude(job)
+        except RuntimeError as refusal:
+            # Not raised here, where it would stop the lanes: other ranks count on the packets that are under way.
+            self._refusal = self._refusal or refusal
 
     def _merge_all(self, frame: Frame, shard: int) -> None:
         self._merge(frame, shard)
@@ -387,6 +395,14 @@ class WireOptimizer(Optimizer, abc.ABC):
         with self._meter.exposed_wait:
             self._drain()
         return self._flags_seen
+
+    def _finish_exchange(self) -> None:
+        """End an exchange that backward has begun and no step() will end: all ranks send all of it, for nothing."""
+        if any(self._encoded):
+            for position, encoded in enumerate(self._encoded):
+                if not encoded:
+                    self._encode(position, None, 1.0)
+        self._drain()
 
     def _exchange_again(self) -> int:
         """A second exchange in the same step, from the state as it is and with the same presence; the flags seen."""
@@ -416,13 +432,20 @@ class WireOptimizer(Optimizer, abc.ABC):
         return self._meter.read(self._mean_abs_vote())
 
     def _drain(self) -> None:
-        """Wait for exchanges under way, so that nobody changes what they read."""
+        """Wait for what the lanes are at, so that nobody changes what they read.
+
+        Raises:
+            RuntimeError: when an exchange has failed.
+        """
         for lane in self._lanes:
-            lane.wait()
+            lane.drain()
+        if self._refusal is not None:
+            self._failure.note(self._refusal)
+        self._failure.check()
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
-            f"{type(self).__name__} has a thread and a process group, which cannot be copied or pickled: "
+            f"{type(self).__name__} has threads and process groups, which cannot be copied or pickled: "
             "save state_dict(), and load it into a new optimizer"
         )
 

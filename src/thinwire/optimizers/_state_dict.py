@@ -31,12 +31,15 @@ def label(optimizer: WireOptimizer, group: dict[str, Any]) -> None:
 
 def install(optimizer: WireOptimizer) -> None:
     """Register the hooks."""
+    # In a hierarchical topology it is a lane that writes the state.
+    optimizer.register_state_dict_pre_hook(lambda registered: cast("WireOptimizer", registered)._drain())
     optimizer.register_load_state_dict_pre_hook(_take_out)
     optimizer.register_load_state_dict_post_hook(_copy_in)
 
 
 def _take_out(registered: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     optimizer = cast("WireOptimizer", registered)
+    optimizer._finish_exchange()
     # Everything is checked here, before torch or we change anything.
     groups = [dict(group) for group in state_dict["param_groups"]]
     for group in groups:
@@ -104,7 +107,6 @@ def _copy_in(registered: Optimizer) -> None:
     optimizer = cast("WireOptimizer", registered)
     state, copies = optimizer._loading
     optimizer._loading = ({}, [])
-    optimizer._drain()
     with torch.no_grad():
         for own, loaded in copies:
             own.copy_(loaded)

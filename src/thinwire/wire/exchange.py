@@ -17,7 +17,7 @@ from thinwire.wire.topology import Topology
 
 @dataclass
 class Job:
-    """One bucket on its way through the lane; what is learnt of it on the way is added."""
+    """One bucket on its way through the lanes; what is learnt of it on the way is added."""
 
     frame: Frame
     step: int
@@ -60,10 +60,8 @@ class Exchange:
         """Be ready for everything that is going to come, before packets stand in the way of telling so."""
         for frame in self._mail.frames:
             bucket = frame.bucket.index
-            # Buckets that a step begun before was not to send (its backward was thrown away) are still listened to.
-            if not self._packets_due[bucket]:
-                self._packets_due[bucket] = self._messages.receive(frame.received, 2 * bucket)
-                self._answers_due[bucket] = self._messages.receive(frame.own_answers, 2 * bucket + 1)
+            self._packets_due[bucket] = self._messages.receive(frame.received, 2 * bucket)
+            self._answers_due[bucket] = self._messages.receive(frame.own_answers, 2 * bucket + 1)
 
     def send(self, job: Job) -> None:
         """Send a bucket's packets to the owners of its shards."""

@@ -1,8 +1,8 @@
-"""The lane: one thread that exchanges buckets in the order in which they are given to it.
+"""A lane: one thread that does its part of the exchange for bucket after bucket, in the order in which it gets them.
 
-Collectives must start in the same order on all ranks. Whoever starts them from callbacks of futures gets whatever order
-the callbacks run in; one thread with a process group of its own cannot be out of order, and while it waits for the
-network it holds neither the GIL nor a core.
+Whoever starts exchanges from callbacks of futures gets whatever order the callbacks run in, another one on every rank.
+Threads that hand buckets on to each other keep their order, and while they wait for the network they hold neither the
+GIL nor a core.
 """
 
 from __future__ import annotations
@@ -15,21 +15,33 @@ from collections.abc import Callable
 Job = Callable[[], None]
 
 
-class _Failure:
-    """The exception that stopped a lane, once there is one."""
+class Failure:
+    """The first exception that stopped one of the lanes that share this, and with it all of them."""
 
     exception: BaseException | None = None
+
+    def note(self, exception: BaseException) -> None:
+        """Remember an exception, if it is the first."""
+        self.exception = self.exception or exception
+
+    def check(self) -> None:
+        """Raise if there is one.
+
+        Raises:
+            RuntimeError: from that exception, now and ever after, because ranks may have parted.
+        """
+        if self.exception is not None:
+            raise RuntimeError(f"thinwire's exchange failed: {self.exception}") from self.exception
 
 
 class Lane:
     """Runs jobs in order, on a thread of its own, or at once on the caller's when `threaded` is false.
 
-    The first job that raises stops the lane: later jobs are dropped, and `wait` raises from that exception, now and
-    ever after, because ranks may have parted.
+    The first job that raises stops the lane, and all others that share its `failure`: later jobs are dropped.
     """
 
-    def __init__(self, *, threaded: bool) -> None:
-        self._failure = _Failure()
+    def __init__(self, *, threaded: bool, failure: Failure | None = None) -> None:
+        self._failure = failure or Failure()
         self._threaded = threaded
         if threaded:
             # The garbage collector may find a forgotten lane at any moment, even while the lane's own thread is inside
@@ -57,17 +69,19 @@ class Lane:
         Raises:
             RuntimeError: from the exception of the job that failed.
         """
+        self.drain()
+        self._failure.check()
+
+    def drain(self) -> None:
+        """Return when all jobs are done or dropped."""
         if self._threaded:
             reached = threading.Event()
             self._jobs.put(reached)
             reached.wait()
-        failure = self._failure.exception
-        if failure is not None:
-            raise RuntimeError(f"thinwire's exchange failed: {failure}") from failure
 
 
-def _work(jobs: queue.SimpleQueue[Job | threading.Event | None], failure_of_lane: weakref.ref[_Failure]) -> None:
-    forgotten = _Failure()  # when the lane is gone nobody will ask, but the last jobs run: other ranks count on them
+def _work(jobs: queue.SimpleQueue[Job | threading.Event | None], failure_of_lane: weakref.ref[Failure]) -> None:
+    forgotten = Failure()  # when the lane is gone nobody will ask, but the last jobs run: other ranks count on them
     while (job := jobs.get()) is not None:
         if isinstance(job, threading.Event):
             job.set()
@@ -77,10 +91,10 @@ def _work(jobs: queue.SimpleQueue[Job | threading.Event | None], failure_of_lane
         del job
 
 
-def _run(job: Job, failure: _Failure) -> None:
+def _run(job: Job, failure: Failure) -> None:
     if failure.exception is not None:
         return
     try:
         job()
     except BaseException as exception:  # raised again, on the thread that waits
-        failure.exception = exception
+        failure.note(exception)

@@ -1,6 +1,6 @@
 """The fast link inside a node: gradients are averaged over its ranks, and answers shared among them.
 
-A gradient is staged, at full precision or in bfloat16, as soon as backward has it. When a bucket is complete the lane
+A gradient is staged, at full precision or in bfloat16, as soon as backward has it. When a bucket is complete a lane
 scatters its slices over the ranks of the node, and each averages its own, always in the order of ranks, so that the
 result does not depend on the backend. After the exchange between nodes the ranks give each other their slices' answers.
 """
@@ -103,9 +103,9 @@ class Node:
                     to.zero_()
                 else:
                     flat = grad.detach().as_strided((grad.numel(),), (1,))  # it has a graph after create_graph=True
-                    to.copy_(flat[start - slot.start : stop - slot.start])
-                    if scale != 1.0:
-                        to.mul_(scale)
+                    here = flat[start - slot.start : stop - slot.start]
+                    # Multiplied in float32 and rounded once, whatever crosses the link.
+                    to.copy_(here if scale == 1.0 else here.float() * scale)
 
     def scatter(self, job: Job, presence: int) -> int:
         """Give every rank of the node its slice of a bucket; the presence bits of all of them together."""

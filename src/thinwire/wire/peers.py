@@ -62,7 +62,7 @@ class Peers:
         return values
 
     def private_group(self, members: Sequence[int]) -> dist.ProcessGroup | None:
-        """A group of some of the ranks that nobody else uses, so that a thread's collectives cannot mix with others.
+        """A group of some of the ranks that nobody else uses, so that its messages cannot mix with others'.
 
         Only its members call this. None for a single one.
         """

@@ -102,6 +102,15 @@ def choose(topology: Choice, mesh: DeviceMesh | None, peers: Peers) -> Topology:
     source = f"LOCAL_WORLD_SIZE={text}"
     if not text.isdecimal() or int(text) < 1:
         return _with_complaint(flat, f"LOCAL_WORLD_SIZE={text!r}: expected the number of ranks on this node", source)
+    local_rank = os.environ.get("LOCAL_RANK", "")
+    own_rank = peers.ranks()[peers.rank]
+    if local_rank.isdecimal() and int(local_rank) != own_rank % int(text):
+        return _with_complaint(
+            flat,
+            f"LOCAL_WORLD_SIZE={text} and LOCAL_RANK={local_rank} on rank {own_rank}: ranks are not numbered node by "
+            "node, as torchrun does. Give mesh= with a row a node, or use topology='flat'",
+            f"LOCAL_WORLD_SIZE={text}, LOCAL_RANK={local_rank} on rank {own_rank}",
+        )
     members: dict[int, list[int]] = {}
     for rank, global_rank in enumerate(peers.ranks()):
         members.setdefault(global_rank // int(text), []).append(rank)
