@@ -16,8 +16,9 @@ from rich.table import Table
 
 import thinwire
 from thinwire.cli import bench_exchange, bench_kernels
-from thinwire.cli.demo import Downlink, _integer, _output
+from thinwire.cli.demo import Downlink
 from thinwire.cli.launch import WorkerError, run_workers
+from thinwire.cli.options import integer, output_file
 from thinwire.cli.step import command as step_command
 from thinwire.cli.step.models import MODELS
 from thinwire.kernels import native
@@ -103,21 +104,21 @@ def exchange(
 
 @app.command()
 def step(
-    hosts: Annotated[int, _integer(2, "Hosts, each with a link of its own.")] = 4,
-    ranks: Annotated[int, _integer(1, "Ranks a host.")] = 1,
+    hosts: Annotated[int, integer(2, "Hosts, each with a link of its own.")] = 4,
+    ranks: Annotated[int, integer(1, "Ranks a host.")] = 1,
     rates: Annotated[str, typer.Option(help="What a host may send, in tc's words.")] = "100mbit,1gbit,unlimited",
     methods: Annotated[str, typer.Option(help=f"{', '.join(step_command.ALL_METHODS)}, or all.")] = "all",
     models: Annotated[str, typer.Option(help=f"{', '.join(MODELS)}, or all.")] = "lm-7m",
-    rounds: Annotated[int, _integer(1, "Turns of each method at each rate; medians are taken over all of them.")] = 3,
+    rounds: Annotated[int, integer(1, "Turns of each method at each rate; medians are taken over all of them.")] = 3,
     seconds: Annotated[float, typer.Option(min=0.1, help="What the measured steps of a turn may take together.")] = 4.0,
     buckets: Annotated[str, typer.Option(metavar="MB,MB,…", help="Measure birder with these bucket_mb too.")] = "",
     from_json: Annotated[
         Path | None,
         typer.Option(metavar="FILE", exists=True, dir_okay=False, help="Report on an earlier run; measure nothing."),
     ] = None,
-    json: Annotated[Path | None, _output("Write what was measured to this file.")] = None,
-    html: Annotated[Path | None, _output("Write a page with charts that needs no network.")] = None,
-    png: Annotated[Path | None, _output("Write the charts as a picture.")] = None,
+    json: Annotated[Path | None, output_file("Write what was measured to this file.")] = None,
+    html: Annotated[Path | None, output_file("Write a page with charts that needs no network.")] = None,
+    png: Annotated[Path | None, output_file("Write the charts as a picture.")] = None,
 ) -> None:
     """Training steps over links as slow as you say, for what people use today and for thinwire's optimizers.
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -15,6 +14,7 @@ from thinwire.cli import training
 from thinwire.cli.charlm import Corpus, ModelShape, load_text
 from thinwire.cli.contenders import CHALLENGERS
 from thinwire.cli.launch import WorkerError, run_workers
+from thinwire.cli.options import integer, output_file
 from thinwire.cli.report import Comparison, print_comparison, write_json
 
 
@@ -28,30 +28,10 @@ class Downlink(str, Enum):
 _MODEL = "Model and batch"
 
 
-def _integer(minimum: int, description: str, panel: str | None = None) -> Any:
-    # typer's own `min=` does not say in every version what was given.
-    def check(value: int) -> int:
-        if value < minimum:
-            raise typer.BadParameter(f"must be at least {minimum}, got {value}")
-        return value
-
-    return typer.Option(callback=check, help=description, rich_help_panel=panel)
-
-
 def _known_optimizer(name: str) -> str:
     if name not in CHALLENGERS:
         raise typer.BadParameter(f"unknown optimizer {name!r}; there is: {', '.join(CHALLENGERS)}")
     return name
-
-
-def _output(description: str) -> Any:
-    # Checked before the training, not after it.
-    def check(path: Path | None) -> Path | None:
-        if path is not None and not os.access(path.parent, os.W_OK):
-            raise typer.BadParameter(f"cannot write {str(path)!r}: there is no writable folder {str(path.parent)!r}")
-        return path
-
-    return typer.Option(callback=check, metavar="FILE", dir_okay=False, writable=True, help=description)
 
 
 def demo(
@@ -65,8 +45,8 @@ def demo(
             help="UTF-8 text to train on. Without it: the help texts that come with Python.",
         ),
     ] = None,
-    ranks: Annotated[int, _integer(1, "Worker processes on this machine.")] = 4,
-    steps: Annotated[int, _integer(1, "Training steps of each run.")] = 400,
+    ranks: Annotated[int, integer(1, "Worker processes on this machine.")] = 4,
+    steps: Annotated[int, integer(1, "Training steps of each run.")] = 400,
     optimizer: Annotated[
         str,
         typer.Option(callback=_known_optimizer, help=f"What takes AdamW's place: {', '.join(CHALLENGERS)}."),
@@ -74,13 +54,13 @@ def demo(
     downlink: Annotated[
         Downlink, typer.Option(help="What comes back from a vote: one bit a parameter, or the count of votes.")
     ] = Downlink.bit,
-    seed: Annotated[int, _integer(0, "Decides the initial model, the data order and the sampling.")] = 0,
-    out: Annotated[Path, _output("Where to write the picture.")] = Path("thinwire-demo.png"),
-    json: Annotated[Path | None, _output("Write all results to this file too.")] = None,
-    layers: Annotated[int, _integer(1, "Blocks of the transformer.", _MODEL)] = 3,
-    width: Annotated[int, _integer(1, "Width, a multiple of 32.", _MODEL)] = 128,
-    context: Annotated[int, _integer(1, "Characters in a window.", _MODEL)] = 64,
-    batch: Annotated[int, _integer(1, "Windows a step and worker.", _MODEL)] = 8,
+    seed: Annotated[int, integer(0, "Decides the initial model, the data order and the sampling.")] = 0,
+    out: Annotated[Path, output_file("Where to write the picture.")] = Path("thinwire-demo.png"),
+    json: Annotated[Path | None, output_file("Write all results to this file too.")] = None,
+    layers: Annotated[int, integer(1, "Blocks of the transformer.", _MODEL)] = 3,
+    width: Annotated[int, integer(1, "Width, a multiple of 32.", _MODEL)] = 128,
+    context: Annotated[int, integer(1, "Characters in a window.", _MODEL)] = 64,
+    batch: Annotated[int, integer(1, "Windows a step and worker.", _MODEL)] = 8,
 ) -> None:
     """Train a small character transformer twice with local workers, and compare.
 

@@ -65,7 +65,7 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
     add("  exposed exchange", _milliseconds, lambda outcome: max(0.0, outcome.seconds.exchange), ratio=False)
     add("  optimizer", _milliseconds, lambda outcome: outcome.seconds.optimizer, ratio=False)
     table.add_section()
-    add("sent a step and worker", _bytes, lambda outcome: outcome.bytes_sent_per_step)
+    add("sent a step and worker", byte_count, lambda outcome: outcome.bytes_sent_per_step)
     table.add_section()
     for link, rate in LINKS.items():
         add(
@@ -113,7 +113,8 @@ def _milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:.1f} ms"
 
 
-def _bytes(count: float) -> str:
+def byte_count(count: float) -> str:
+    """With three digits, in B to GB."""
     for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if count >= size:
             return f"{count / size:.2f} {unit}"

@@ -183,7 +183,7 @@ def bucket_elements(bucket_mb: float | None, elements: int) -> int:
     if bucket_mb is not None:
         return max(1, int(bucket_mb * _ELEMENTS_PER_MB))
     # An exchange costs some wake-ups of threads whatever its size, so the fewer the better; but four hide three
-    # quarters of the wire behind backward, and beyond 32 MB nothing is gained.
+    # quarters of the wire behind backward, and beyond 32 MB nothing is gained. docs/benchmarks/README.md has the sweep.
     return min(max(elements // 4, 4 * _ELEMENTS_PER_MB), 32 * _ELEMENTS_PER_MB)
 
 

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from thinwire.cli.step import charts, conductor, page, words
+from thinwire.cli.step import conductor, words
 from thinwire.cli.step.methods import CANNOT_RUN, METHODS, with_buckets
 from thinwire.cli.step.models import MODELS
 from thinwire.cli.step.results import Plan, Results, describe_machine
@@ -133,6 +133,9 @@ def report(results: Results, console: Console, *, json: Path | None, html: Path 
     if not results.rows():
         typer.echo("thinwire bench step: no method was measured", err=True)
         raise typer.Exit(1)
+    # Not at the top: no other command should wait for matplotlib.
+    from thinwire.cli.step import charts, page
+
     if html is not None:
         html.write_text(page.render(results), encoding="utf-8")
     if png is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from thinwire.cli.report import _bytes as byte_count
+from thinwire.cli.report import byte_count
 from thinwire.testbed import parse_rate
 
 __all__ = ["byte_count", "rate", "ratio", "seconds", "short_byte_count", "span"]

@@ -1,0 +1,32 @@
+"""Options that several commands have, with messages that say what was given."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import typer
+
+
+def integer(minimum: int, description: str, panel: str | None = None) -> Any:
+    """A whole number, at least `minimum`."""
+
+    # typer's own `min=` does not say in every version what was given.
+    def check(value: int) -> int:
+        if value < minimum:
+            raise typer.BadParameter(f"must be at least {minimum}, got {value}")
+        return value
+
+    return typer.Option(callback=check, help=description, rich_help_panel=panel)
+
+
+def output_file(description: str) -> Any:
+    """A file to write, checked before the work and not after it."""
+
+    def check(path: Path | None) -> Path | None:
+        if path is not None and not os.access(path.parent, os.W_OK):
+            raise typer.BadParameter(f"cannot write {str(path)!r}: there is no writable folder {str(path.parent)!r}")
+        return path
+
+    return typer.Option(callback=check, metavar="FILE", dir_okay=False, writable=True, help=description)
