@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from thinwire.testbed import Testbed
@@ -161,9 +162,11 @@ class Ranks:
 
     def last_words(self) -> str:
         """The end of what all ranks wrote to stderr, for a person who looks for the cause."""
-        return "\n".join(
+        words = "\n".join(
             f"rank {number}: {line}" for number, rank in enumerate(self._ranks) for line in rank.last_lines()
         )
+        # Reports are published, and nobody else has this folder.
+        return words.replace(f"{Path.cwd()}/", "")
 
     def dismiss(self) -> None:
         """Let them leave by themselves."""
