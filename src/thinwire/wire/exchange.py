@@ -10,6 +10,7 @@ from torch import Tensor
 
 from thinwire.metrics import Meter
 from thinwire.wire import packet
+from thinwire.wire.buckets import Layout
 from thinwire.wire.mail import Frame, Mail
 from thinwire.wire.messages import Messages, Pending, complete
 from thinwire.wire.topology import Topology
@@ -25,6 +26,11 @@ class Job:
     """Raised by this rank, and by those it has heard from."""
     refusal: RuntimeError | None = None
     """The first packet that this rank could not accept. The others wait for what comes next: they get it, and stop."""
+
+    def header(self, packets: Tensor, layout: Layout, sender: int) -> packet.Header:
+        """What stands in front of each of these packets of the bucket when `sender` sends it."""
+        length = packets.shape[1] - packet.HEADER_BYTES
+        return packet.Header(self.step, self.frame.bucket.index, sender, length, layout.fingerprint, self.flags)
 
     def refuse(self, error: RuntimeError) -> None:
         """Note a packet that cannot be accepted."""
@@ -66,7 +72,7 @@ class Exchange:
     def send(self, job: Job) -> None:
         """Send a bucket's packets to the owners of its shards."""
         frame, bucket, node = job.frame, job.frame.bucket.index, self._topology.node
-        header = self._header(frame.sent, job, self._ranks[node])
+        header = job.header(frame.sent, self._mail.layout, self._ranks[node])
         for row in range(frame.sent.shape[0]):
             header.write(self._mail.sent_memory, frame.sent_at + row * frame.sent.shape[1])
         self._packets_sent[bucket] = self._messages.send(frame.sent, 2 * bucket)
@@ -86,7 +92,7 @@ class Exchange:
         with self._meter.vote:
             merge(frame, shard)
         at = frame.answers_at + shard * frame.answers.shape[1]
-        self._header(frame.answers, job, self._ranks[node]).write(self._mail.answers_memory, at)
+        job.header(frame.answers, self._mail.layout, self._ranks[node]).write(self._mail.answers_memory, at)
         self._answers_sent[bucket] = self._messages.send_to_all(frame.answers[shard], 2 * bucket + 1)
 
     def collect(self, job: Job) -> None:
@@ -117,7 +123,7 @@ class Exchange:
         for shard in range(frame.bucket.shards):
             owner = self._topology.owner(shard)
             at = frame.answers_at + shard * frame.answers.shape[1]
-            answered = self._header(frame.answers, job, owner).check(self._mail.answers_memory, at)
+            answered = job.header(frame.answers, self._mail.layout, owner).check(self._mail.answers_memory, at)
             if answered & packet.REFUSED:
                 raise RuntimeError(
                     f"rank {owner} refused a packet of step {job.step}, bucket {frame.bucket.index}: its own error "
@@ -126,12 +132,8 @@ class Exchange:
             seen |= answered
         return seen
 
-    def _header(self, packets: Tensor, job: Job, sender: int) -> packet.Header:
-        length = packets.shape[1] - packet.HEADER_BYTES
-        return packet.Header(job.step, job.frame.bucket.index, sender, length, self._mail.layout.fingerprint, job.flags)
-
     def _check_received(self, job: Job) -> None:
         frame = job.frame
         for row, sender in enumerate(self._ranks):
-            header = self._header(frame.received, job, sender)
+            header = job.header(frame.received, self._mail.layout, sender)
             job.flags |= header.check(self._mail.received_memory, frame.sent_at + row * frame.received.shape[1])

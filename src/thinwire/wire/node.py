@@ -110,7 +110,7 @@ class Node:
     def scatter(self, job: Job, presence: int) -> int:
         """Give every rank of the node its slice of a bucket; the presence bits of all of them together."""
         rows = self._rows[job.frame.bucket.index]
-        header = self._header(job, rows, self._ranks[self._own])
+        header = job.header(rows.staged, self._mail.layout, self._ranks[self._own])
         size = rows.staged.shape[1]
         data = presence.to_bytes(rows.presence_bytes, "little")
         for row in range(len(self._ranks)):
@@ -127,7 +127,7 @@ class Node:
         for row, sender in enumerate(self._ranks):
             at = row * size
             try:
-                job.flags |= self._header(job, rows, sender).check(self._received_memory, at)
+                job.flags |= job.header(rows.received, self._mail.layout, sender).check(self._received_memory, at)
             except RuntimeError as error:
                 job.refuse(error)
             at += packet.HEADER_BYTES
@@ -152,10 +152,6 @@ class Node:
             complete(sent)
         rows = self._rows[job.frame.bucket.index]
         self._meter.node_bytes_sent += (len(self._ranks) - 1) * (rows.staged.shape[1] + blocks.shape[1])
-
-    def _header(self, job: Job, rows: _Rows, sender: int) -> packet.Header:
-        length = rows.staged.shape[1] - packet.HEADER_BYTES
-        return packet.Header(job.step, job.frame.bucket.index, sender, length, self._mail.layout.fingerprint, job.flags)
 
 
 def _row_bytes(frame: Frame, itemsize: int) -> int:
