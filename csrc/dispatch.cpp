@@ -127,4 +127,67 @@ void thinwire_dense_apply(const thinwire_run *runs, int64_t n_runs, float *x, vo
   in_use->table->dense_apply(runs, n_runs, x, low, low_dtype, answers, lr, decay);
 }
 
+int thinwire_dense_encode(const thinwire_run *runs, int64_t n_runs, const void *grad, int grad_dtype, uint8_t *packets, float scale) {
+  return in_use->table->dense_encode(runs, n_runs, grad, grad_dtype, packets, scale);
+}
+
+double thinwire_square_sum(const float *values, int64_t count) { return in_use->table->square_sum(values, count); }
+
+double thinwire_adam_apply(const thinwire_run *runs, int64_t n_runs, float *x, void *low, int low_dtype, float *m, float *v,
+                           const void *gradient, const float *scales, float beta1, float one_minus_beta1, float beta2,
+                           float one_minus_beta2, float eps, float rate, float correction, float decay, int update_variance) {
+  return in_use->table->adam_apply(runs, n_runs, x, low, low_dtype, m, v, gradient, scales, beta1, one_minus_beta1, beta2, one_minus_beta2,
+                                   eps, rate, correction, decay, update_variance);
+}
+
+int thinwire_sign_encode(const thinwire_run *runs, int64_t n_runs, const void *grad, int grad_dtype, void *c, int state_dtype,
+                         int64_t shift, const uint64_t *heard, uint8_t *packets, const float *sent_scales, const float *heard_scales,
+                         double *sums, float beta, float weight, float scale) {
+  return in_use->table->sign_encode(runs, n_runs, grad, grad_dtype, c, state_dtype, shift, heard, packets, sent_scales, heard_scales, sums,
+                                    beta, weight, scale);
+}
+
+void thinwire_sign_merge(const thinwire_run *runs, int64_t n_runs, const uint8_t *rows, int64_t stride, int64_t n_rows, void *y,
+                         int state_dtype, int64_t shift, uint8_t *answer, const float *scales, float last_scale, double *sums) {
+  in_use->table->sign_merge(runs, n_runs, rows, stride, n_rows, y, state_dtype, shift, answer, scales, last_scale, sums);
+}
+
+void thinwire_sign_apply(const thinwire_run *runs, int64_t n_runs, float *x, void *low, int low_dtype, const float *p,
+                         const uint64_t *heard, const float *scales, float rate, float decay, const float *anchor, float *m,
+                         float momentum) {
+  in_use->table->sign_apply(runs, n_runs, x, low, low_dtype, p, heard, scales, rate, decay, anchor, m, momentum);
+}
+
+int thinwire_momentum_encode(const thinwire_run *runs, int64_t n_runs, const void *grad, int grad_dtype, float *m, void *c, int state_dtype,
+                             int64_t shift, uint8_t *packets, const float *sent_scales, double *sums, float beta, float weight, float scale,
+                             float rate, int output) {
+  return in_use->table->momentum_encode(runs, n_runs, grad, grad_dtype, m, c, state_dtype, shift, packets, sent_scales, sums, beta, weight,
+                                        scale, rate, output);
+}
+
+void thinwire_step_apply(const thinwire_run *runs, int64_t n_runs, float *x, void *low, int low_dtype, const float *p,
+                         const uint8_t *values, float rate, float decay, float *anchor) {
+  in_use->table->step_apply(runs, n_runs, x, low, low_dtype, p, values, rate, decay, anchor);
+}
+
+void thinwire_lamb_measure(const thinwire_run *runs, int64_t n_runs, float *x, void *low, int low_dtype, float *m, float *v,
+                           const uint8_t *gradient, float beta1, float one_minus_beta1, float beta2, float one_minus_beta2, float eps,
+                           float unbias, float correction, float weight_decay, double *sums) {
+  in_use->table->lamb_measure(runs, n_runs, x, low, low_dtype, m, v, gradient, beta1, one_minus_beta1, beta2, one_minus_beta2, eps, unbias,
+                              correction, weight_decay, sums);
+}
+
+void thinwire_lamb_apply(const thinwire_run *runs, int64_t n_runs, float *x, void *low, int low_dtype, const float *m, const float *v,
+                         float eps, float unbias, float correction, float weight_decay, float rate) {
+  in_use->table->lamb_apply(runs, n_runs, x, low, low_dtype, m, v, eps, unbias, correction, weight_decay, rate);
+}
+
+void thinwire_onebit_lamb_measure(const thinwire_run *runs, int64_t n_runs, float *x, void *low, int low_dtype, const float *p, float *w,
+                                  const uint64_t *heard, const float *scales, const uint64_t *before, const float *scales_before,
+                                  float shrink, float beta1, float inverse, float beta2, float one_minus_beta2, float eps, float unbias,
+                                  float weight_decay, double *sums) {
+  in_use->table->onebit_lamb_measure(runs, n_runs, x, low, low_dtype, p, w, heard, scales, before, scales_before, shrink, beta1, inverse,
+                                     beta2, one_minus_beta2, eps, unbias, weight_decay, sums);
+}
+
 }  // extern "C"

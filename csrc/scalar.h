@@ -30,6 +30,13 @@ THINWIRE_INLINE float float_of(u32 x) {
 
 THINWIRE_INLINE float magnitude(float f) { return float_of(bits_of(f) & 0x7FFFFFFFu); }
 
+// `wanted ? a : b`, by masks: where several selects depend on one condition, or one select on another, GCC 12 makes
+// branches of them and then does not vectorise the loop, or at twice the time.
+THINWIRE_INLINE float pick(bool wanted, float a, float b) {
+  const u32 mask = 0u - u32(wanted);
+  return float_of((bits_of(a) & mask) | (bits_of(b) & ~mask));
+}
+
 // Bit j of a lane's 32, looked up instead of shifted into place: SSE2 cannot shift each element by another amount, and
 // compilers would give up on the whole loop.
 struct Bits {

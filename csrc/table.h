@@ -14,6 +14,17 @@ struct thinwire_table {
   decltype(&thinwire_adopt) adopt;
   decltype(&thinwire_birder_apply) birder_apply;
   decltype(&thinwire_dense_apply) dense_apply;
+  decltype(&thinwire_dense_encode) dense_encode;
+  decltype(&thinwire_square_sum) square_sum;
+  decltype(&thinwire_adam_apply) adam_apply;
+  decltype(&thinwire_sign_encode) sign_encode;
+  decltype(&thinwire_sign_merge) sign_merge;
+  decltype(&thinwire_sign_apply) sign_apply;
+  decltype(&thinwire_momentum_encode) momentum_encode;
+  decltype(&thinwire_step_apply) step_apply;
+  decltype(&thinwire_lamb_measure) lamb_measure;
+  decltype(&thinwire_lamb_apply) lamb_apply;
+  decltype(&thinwire_onebit_lamb_measure) onebit_lamb_measure;
 };
 
 #endif

@@ -1,6 +1,6 @@
 /* The C interface of thinwire's kernels. No torch, no Python: one build serves every version of both.
  *
- * docs/protocol.md defines what each of these computes; src/thinwire/kernels/reference.py is the same in torch and is
+ * docs/protocol.md defines what each of these computes; src/thinwire/kernels/reference/ is the same in torch and is
  * the truth. All pointers are to memory of the caller; nothing is allocated, nothing is kept between calls.
  */
 #ifndef THINWIRE_H
@@ -19,7 +19,7 @@ extern "C" {
 #endif
 
 /* Bumped whenever a signature below changes, so that a stale library is recognised instead of called wrongly. */
-#define THINWIRE_ABI 2
+#define THINWIRE_ABI 3
 
 enum thinwire_dtype { THINWIRE_F32 = 0, THINWIRE_BF16 = 1, THINWIRE_F16 = 2 };
 
@@ -30,6 +30,7 @@ typedef struct {
   int64_t count;
   int64_t byte;        /* where its words begin in the packet buffer */
   int64_t plane_bytes; /* from one plane of its bits to the next, where an answer has several */
+  int64_t shard;       /* its shard's number in the whole model, at which tables of scales are read */
 } thinwire_run;
 
 THINWIRE_API int thinwire_abi(void);
@@ -86,6 +87,74 @@ THINWIRE_API void thinwire_birder_apply(const thinwire_run *runs, int64_t n_runs
 /* x <- decay x - lr u with a float u for each element, where u is not NaN; masters as above. */
 THINWIRE_API void thinwire_dense_apply(const thinwire_run *runs, int64_t n_runs, float *x, void *low, int low_dtype,
                                        const uint8_t *answers, float lr, float decay);
+
+/* The gradient times `scale`, as a float for each element; zeros without a gradient (NULL). Returns 1 when one of them
+ * is not finite. */
+THINWIRE_API int thinwire_dense_encode(const thinwire_run *runs, int64_t n_runs, const void *grad, int grad_dtype, uint8_t *packets,
+                                       float scale);
+
+/* The sum of squares, in the order of a run's (below). */
+THINWIRE_API double thinwire_square_sum(const float *values, int64_t count);
+
+/* In all that follows, `x`, `low` and `anchor` are a parameter's; `m`, `v`, `w` and `p` have the flat element e at e, and
+ * `c` and `y`, which are of `state_dtype`, at e - shift. `heard` and `before` are words of the flat space, a bit an
+ * element, which a scale a shard makes floats of: +scale where the bit is 1, -scale where it is 0. `sums` gets for each
+ * run what it says: sums over the words of a run in double, of which each is a float32 sum, halves added to halves. */
+
+/* Adam: m, v and x, where v > 0. The gradient is the packets' floats, or with `scales` the words of the flat space.
+ * Returns the sum of all v. */
+THINWIRE_API double thinwire_adam_apply(const thinwire_run *runs, int64_t n_runs, float *x, void *low, int low_dtype, float *m, float *v,
+                                        const void *gradient, const float *scales, float beta1, float one_minus_beta1, float beta2,
+                                        float one_minus_beta2, float eps, float rate, float correction, float decay, int update_variance);
+
+/* c <- its error, that is c less the sign that was sent of it, plus beta times what was heard, plus weight times the
+ * gradient, if there is one. Writes the signs of c; `sums`: c squared. Returns 1 when c would not be finite, or 2^60 and
+ * more, with a gradient: such elements go without. */
+THINWIRE_API int thinwire_sign_encode(const thinwire_run *runs, int64_t n_runs, const void *grad, int grad_dtype, void *c, int state_dtype,
+                                      int64_t shift, const uint64_t *heard, uint8_t *packets, const float *sent_scales,
+                                      const float *heard_scales, double *sums, float beta, float weight, float scale);
+
+/* The owner's answer to `n_rows` rows of one shard, which are `stride` bytes apart and have a scale each: y <- their mean
+ * plus its own error, and the signs of y. A run's `byte` counts from the beginning of a row and of the answer. `sums`: y
+ * squared. */
+THINWIRE_API void thinwire_sign_merge(const thinwire_run *runs, int64_t n_runs, const uint8_t *rows, int64_t stride, int64_t n_rows,
+                                      void *y, int state_dtype, int64_t shift, uint8_t *answer, const float *scales, float last_scale,
+                                      double *sums);
+
+/* x <- decay x - rate h p where p > 0, h being what was heard; from `anchor` instead of x, if not NULL. `m`, if not NULL,
+ * becomes momentum h. */
+THINWIRE_API void thinwire_sign_apply(const thinwire_run *runs, int64_t n_runs, float *x, void *low, int low_dtype, const float *p,
+                                      const uint64_t *heard, const float *scales, float rate, float decay, const float *anchor, float *m,
+                                      float momentum);
+
+/* A step between two exchanges: m takes the gradient, if there is one, and c takes rate m and loses what was sent of it.
+ * `output`: 0 nothing, 1 the signs of c, and `sums` c squared, 2 the floats of m. Returns 1 when m would not be finite,
+ * or 2^60 and more: such elements keep it. */
+THINWIRE_API int thinwire_momentum_encode(const thinwire_run *runs, int64_t n_runs, const void *grad, int grad_dtype, float *m, void *c,
+                                          int state_dtype, int64_t shift, uint8_t *packets, const float *sent_scales, double *sums,
+                                          float beta, float weight, float scale, float rate, int output);
+
+/* x <- decay x - rate u p where p > 0, with a float u for each element; `anchor`, if not NULL, gets x as it was. */
+THINWIRE_API void thinwire_step_apply(const thinwire_run *runs, int64_t n_runs, float *x, void *low, int low_dtype, const float *p,
+                                      const uint8_t *values, float rate, float decay, float *anchor);
+
+/* LAMB's m and v, and what its step would be: `sums`, two a run: x squared, the step squared. Masters take over their
+ * parameter, which is not written. */
+THINWIRE_API void thinwire_lamb_measure(const thinwire_run *runs, int64_t n_runs, float *x, void *low, int low_dtype, float *m, float *v,
+                                        const uint8_t *gradient, float beta1, float one_minus_beta1, float beta2, float one_minus_beta2,
+                                        float eps, float unbias, float correction, float weight_decay, double *sums);
+
+/* x <- x - rate times the step that was measured. Masters do not take over again. */
+THINWIRE_API void thinwire_lamb_apply(const thinwire_run *runs, int64_t n_runs, float *x, void *low, int low_dtype, const float *m,
+                                      const float *v, float eps, float unbias, float correction, float weight_decay, float rate);
+
+/* 1-bit LAMB's variance w, taken from two momenta in a row, and what its step would be. `inverse` = 1 / (1 - beta1).
+ * `sums`, three a run: the step without and with weight decay, both squared, and the largest 1 / (p (sqrt(w) + eps)).
+ * Masters as in thinwire_lamb_measure. */
+THINWIRE_API void thinwire_onebit_lamb_measure(const thinwire_run *runs, int64_t n_runs, float *x, void *low, int low_dtype, const float *p,
+                                               float *w, const uint64_t *heard, const float *scales, const uint64_t *before,
+                                               const float *scales_before, float shrink, float beta1, float inverse, float beta2,
+                                               float one_minus_beta2, float eps, float unbias, float weight_decay, double *sums);
 
 #ifdef __cplusplus
 }

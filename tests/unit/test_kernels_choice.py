@@ -9,6 +9,7 @@ import torch
 
 from tests.unit.kernel_cases import ISAS, kernels_of
 from thinwire.kernels import native, ops
+from thinwire.kernels.native import library
 
 CPU = torch.device("cpu")
 needs_native = pytest.mark.skipif(not ISAS, reason="this installation has no native kernels")
@@ -24,7 +25,7 @@ def no_wishes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def without_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """What an installation without a C++ compiler has found when it was imported."""
-    monkeypatch.setattr(native, "_library", None)
+    monkeypatch.setattr(library, "_library", None)
     monkeypatch.setattr(ops, "_said_so", False)
 
 

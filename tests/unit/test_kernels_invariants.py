@@ -33,7 +33,7 @@ RULE: dict[str, Any] = {"beta": 0.8, "eps": 1e-12, "scale": 1.0, "amsgrad": Fals
 
 
 def whole(count: int) -> Tensor:
-    return torch.tensor([[0, 0, count, 0, 0]])
+    return torch.tensor([[0, 0, count, 0, 0, 0]])
 
 
 def zeros(count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -193,7 +193,7 @@ def test_encode_writes_its_own_words_and_no_others(backend: str) -> None:
         changed_bytes(old, allocation(tensor)) for old, tensor in zip(before, watched, strict=True)
     )
     words: set[int] = set()
-    for _, _, elements, byte, _ in runs.tolist():
+    for _, _, elements, byte, _, _ in runs.tolist():
         words.update(range(byte, byte + 8 * -(-elements // WORD)))
     state = range(3 * WORD * 4, (3 + 8) * WORD * 4)
     assert packets_changed
@@ -262,7 +262,7 @@ def test_elements_beyond_two_to_the_32_have_draws_of_their_own(backend: str) -> 
     alive[first // WORD :] = -1
     b[first:] = 1
     packets = torch.zeros(count // 8, dtype=torch.uint8)
-    runs = torch.tensor([[first, 0, 128, 0, 0], [first + 128, 128, count - 128, 16, 0]])
+    runs = torch.tensor([[first, 0, 128, 0, 0, 0], [first + 128, 128, count - 128, 16, 0, 0]])
     key = oracle.key(1, 0, 2, 3)
     with kernels_of(backend) as kernels:
         kernels.birder_encode(runs, None, m, b, alive, packets, **RULE, key=key)

@@ -152,7 +152,7 @@ def test_a_key_is_its_streams_own() -> None:
 def test_encode(backend: str, amsgrad: bool, state_dtype: torch.dtype) -> None:
     """Three steps of 100 elements, as two runs that start at word 3, with and without a gradient, one of them bad."""
     count, first = 100, 3 * WORD
-    runs = torch.tensor([[first, 0, WORD, 48, 0], [first + WORD, WORD, count - WORD, 16, 0]])
+    runs = torch.tensor([[first, 0, WORD, 48, 0, 0], [first + WORD, WORD, count - WORD, 16, 0, 0]])
     settings = {"beta": 0.7, "eps": 1e-3, "scale": -0.3, "amsgrad": amsgrad}
     m, b = torch.zeros(first + 2 * WORD, dtype=state_dtype), torch.zeros(first + 2 * WORD, dtype=state_dtype)
     alive = random_words(5, random(0))
@@ -188,7 +188,7 @@ def test_encode(backend: str, amsgrad: bool, state_dtype: torch.dtype) -> None:
 def test_direction(backend: str, amsgrad: bool, state_dtype: torch.dtype) -> None:
     """Two steps of 100 elements at word 3, whose state begins there; then once more without a gradient."""
     count, first = 100, 3 * WORD
-    runs = torch.tensor([[first, 0, WORD, 4 * 40, 0], [first + WORD, WORD, count - WORD, 8, 0]])
+    runs = torch.tensor([[first, 0, WORD, 4 * 40, 0, 0], [first + WORD, WORD, count - WORD, 8, 0, 0]])
     settings = {"beta": 0.7, "eps": 1e-3, "scale": 0.3, "amsgrad": amsgrad, "shift": first}
     m, b = torch.zeros(2 * WORD, dtype=state_dtype), torch.zeros(2 * WORD, dtype=state_dtype)
     packets = torch.full((4 * 110,), 0x5A, dtype=torch.uint8)
@@ -294,7 +294,7 @@ def test_apply(backend: str, workers: int) -> None:
     x = torch.randn(count, generator=random(3))
     before = x.tolist()
     with kernels_of(backend) as kernels:
-        runs = torch.tensor([[first, 0, count, 8, plane_bytes]])
+        runs = torch.tensor([[first, 0, count, 8, plane_bytes, 0]])
         kernels.birder_apply(runs, x, None, alive, answers, planes=planes, workers=workers, lr=lr, decay=decay)
     words = answers.view(torch.int64).tolist()[1:]
     for i, (old, new) in enumerate(zip(before, x.tolist(), strict=True)):
@@ -316,7 +316,7 @@ def test_dense_apply(backend: str) -> None:
     before = x.tolist()
     answers = torch.cat([torch.zeros(2), u]).view(torch.uint8)
     with kernels_of(backend) as kernels:
-        kernels.dense_apply(torch.tensor([[WORD, 0, 100, 8, 0]]), x, None, answers, lr=lr, decay=decay)
+        kernels.dense_apply(torch.tensor([[WORD, 0, 100, 8, 0, 0]]), x, None, answers, lr=lr, decay=decay)
     for i, (old, direction, new) in enumerate(zip(before, u.tolist(), x.tolist(), strict=True)):
         resting = direction != direction
         assert new == (old if resting else f32(f32(old * f32(decay)) - f32(direction * f32(lr)))), i

@@ -15,6 +15,7 @@ from torch import Tensor
 from tests.unit import test_kernels as flat
 from tests.unit.kernel_cases import (
     COUNTS,
+    FLOAT_PLANES,
     PATIENT,
     SEEDS,
     TAILS,
@@ -35,10 +36,9 @@ from tests.unit.kernel_cases import (
     roll_call_case,
     same_everywhere,
 )
+from tests.unit.sign_cases import a_case_of_each
 from thinwire.kernels import ops
 
-FLOAT_PLANES = 4 * 8
-"""A float takes the room of so many bits."""
 each_row = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
@@ -79,7 +79,7 @@ def dense_case(
     generator = random(seed)
     case["runs"], size = cut(count, pieces, first_word=seed % 5, planes=FLOAT_PLANES)
     answers = random_bytes(size, generator=generator)
-    for _, _, elements, byte, _ in case["runs"].tolist():
+    for _, _, elements, byte, _, _ in case["runs"].tolist():
         u = 2 * torch.rand(elements, generator=generator) - 1
         u[::5], u[1::6], u[2::7] = 1.0, -1.0, -0.0
         if resting == "all":
@@ -141,7 +141,7 @@ def test_direction_keeps_the_state_of_encode(backend: str) -> None:
         kernels.birder_direction(**directed)
     assert torch.equal(allocation(encoded["m"]), allocation(directed["m"]))
     assert torch.equal(allocation(encoded["b"]), allocation(directed["b"]))
-    ((element, _, count, byte, _),) = directed["runs"].tolist()
+    ((element, _, count, byte, _, _),) = directed["runs"].tolist()
     u = directed["packets"][byte : byte + 4 * count].clone().view(torch.float32)
     b = directed["b"][element : element + count]
     assert torch.equal(u.isnan(), b <= 1e-5)
@@ -279,6 +279,7 @@ SMALL_CASES: dict[str, dict[str, Any]] = {
     "adopt": flat.adopt_case(3, 2, 1, 2, 1, 0, planes=2),
     "birder_apply": flat.apply_case(100, seed=0),
     "dense_apply": dense_case(100, seed=0),
+    **a_case_of_each(100, 1),
 }
 
 

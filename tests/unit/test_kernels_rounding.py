@@ -50,7 +50,7 @@ def apply_without_moving(backend: str, x: Tensor, low: Tensor, *, alive: bool) -
     words = -(-x.numel() // 64)
     with kernels_of(backend) as kernels:
         kernels.birder_apply(
-            torch.tensor([[0, 0, x.numel(), 0, 0]]),
+            torch.tensor([[0, 0, x.numel(), 0, 0, 0]]),
             x,
             low,
             torch.full((words,), -1 if alive else 0),
@@ -139,7 +139,7 @@ def test_a_bfloat16_state_is_rounded_as_torch_rounds(backend: str) -> None:
     m, b = torch.zeros(size, dtype=torch.bfloat16), torch.zeros(size, dtype=torch.bfloat16)
     with kernels_of(backend) as kernels:
         kernels.birder_encode(
-            torch.tensor([[0, 0, gradient.numel(), 0, 0]]),
+            torch.tensor([[0, 0, gradient.numel(), 0, 0, 0]]),
             gradient,
             m,
             b,

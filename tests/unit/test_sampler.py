@@ -34,7 +34,7 @@ def sampled_signs(
     """One draw of Q(u) = ±1 for each of `size` elements, by the kernel that encodes a worker's packet."""
     packets = torch.zeros(size // 8, dtype=torch.uint8)
     kernels.birder_encode(
-        torch.tensor([[0, 0, size, 0, 0]]),
+        torch.tensor([[0, 0, size, 0, 0, 0]]),
         None,
         torch.full((size,), u),
         torch.ones(size),

@@ -31,7 +31,18 @@ class Kernels:
     vote_count: Callable[..., None]
     adopt: Callable[..., None]
     birder_apply: Callable[..., None]
+    dense_encode: Callable[..., bool]
     dense_apply: Callable[..., None]
+    step_apply: Callable[..., None]
+    adam_apply: Callable[..., float]
+    sign_encode: Callable[..., bool]
+    sign_merge: Callable[..., None]
+    sign_apply: Callable[..., None]
+    momentum_encode: Callable[..., bool]
+    lamb_measure: Callable[..., None]
+    lamb_apply: Callable[..., None]
+    onebit_lamb_measure: Callable[..., None]
+    square_sum: Callable[[Tensor], float]
 
     def any_of(self, rows: Tensor, byte: int, words: int, answer: Tensor, answer_byte: int) -> None:
         """The *or* of all rows: what a vote is where nobody is known to be alive."""

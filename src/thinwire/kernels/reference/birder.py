@@ -1,10 +1,4 @@
-"""The kernels in plain torch: slow, obvious, and the truth that every other backend must match to the bit.
-
-docs/protocol.md defines what they compute. A *run* is a row `(element, in_param, count, byte, plane_bytes)` of an int64
-table: `count` elements that start at `element` in the flat space and at `in_param` in their parameter, and whose words
-begin at `byte` of a packet buffer, further planes of bits following `plane_bytes` apart. Parameters and gradients are
-taken in the order of their memory, which is dense.
-"""
+"""Birder's kernels: two averages and a sampled bit, votes and the map of living coordinates, and a step by the vote."""
 
 from __future__ import annotations
 
@@ -12,36 +6,13 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels import rng
+from thinwire.kernels.reference.words import each_run, flat, float32, hand_back, pack, take_over, unpack, words_at
 
 DRAW_BITS = 24
 
 
-def pack(bits: Tensor) -> Tensor:
-    """Bools, a multiple of 64 of them, as int64 words."""
-    weights = torch.ones(64, dtype=torch.int64) << torch.arange(64)
-    return (bits.view(-1, 64).to(torch.int64) * weights).sum(1)
-
-
-def unpack(words: Tensor) -> Tensor:
-    """The bools of int64 words."""
-    return ((words[:, None] >> torch.arange(64)) & 1).to(torch.bool).view(-1)
-
-
-def words_at(buffer: Tensor, byte: int, count: int) -> Tensor:
-    """`count` words of a packet buffer, as a view."""
-    return buffer.view(-1)[byte : byte + 8 * count].view(torch.int64)
-
-
-def _floats_at(buffer: Tensor, byte: int, count: int) -> Tensor:
-    return buffer.view(-1)[byte : byte + 4 * count].view(torch.float32)
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    return tensor.as_strided((tensor.numel(),), (1,))
-
-
 def _life(state: Tensor, eps: float) -> Tensor:
-    return state.to(torch.float32).abs() > torch.tensor(eps, dtype=torch.float32)
+    return state.to(torch.float32).abs() > float32(eps)
 
 
 def birder_encode(
@@ -64,16 +35,15 @@ def birder_encode(
     `m` and `b` have the element `e` of the flat space at `e - shift`.
     """
     nonfinite = False
-    for element, in_param, count, byte, _ in runs.tolist():
-        words = -(-count // 64)
-        here = slice(element - shift, element - shift + 64 * words)
+    for run in each_run(runs):
+        here = slice(run.element - shift, run.element - shift + 64 * run.words)
         if grad is not None:
-            nonfinite |= _absorb(_flat(grad)[in_param : in_param + count], m[here], b[here], beta, scale, amsgrad)
-        r = rng.uniform(key, torch.arange(element, element + 64 * words))
+            nonfinite |= _absorb(flat(grad)[run.of_param], m[here], b[here], beta, scale, amsgrad)
+        r = rng.uniform(key, torch.arange(run.element, run.element + 64 * run.words))
         votes = m[here].to(torch.float32) > r * (b[here].to(torch.float32) + eps)
-        living = unpack(alive[element // 64 : element // 64 + words])
+        living = unpack(alive[run.element // 64 : run.element // 64 + run.words])
         hello = _life(m[here] if amsgrad else b[here], eps)
-        words_at(packets, byte, words).copy_(pack(torch.where(living, votes, hello)))
+        words_at(packets, run.byte, run.words).copy_(pack(torch.where(living, votes, hello)))
     return nonfinite
 
 
@@ -92,14 +62,13 @@ def birder_direction(
 ) -> bool:
     """As `birder_encode`, but write `m / (b + eps)` itself, a float an element; NaN where a coordinate has no life."""
     nonfinite = False
-    for element, in_param, count, byte, _ in runs.tolist():
-        words = -(-count // 64)
-        here = slice(element - shift, element - shift + 64 * words)
+    for run in each_run(runs):
+        here = slice(run.element - shift, run.element - shift + 64 * run.words)
         if grad is not None:
-            nonfinite |= _absorb(_flat(grad)[in_param : in_param + count], m[here], b[here], beta, scale, amsgrad)
+            nonfinite |= _absorb(flat(grad)[run.of_param], m[here], b[here], beta, scale, amsgrad)
         u = m[here].to(torch.float32) / (b[here].to(torch.float32) + eps)
         u = torch.where(_life(m[here] if amsgrad else b[here], eps), u, torch.nan)
-        _floats_at(packets, byte, count).copy_(u[:count])
+        run.floats_in(packets).copy_(u[: run.count])
     return nonfinite
 
 
@@ -261,32 +230,26 @@ def birder_apply(
     parameter itself, or the master of the low-precision parameter `low`. A master that no longer rounds to `low`
     (somebody loaded weights) is replaced by it first.
     """
-    for element, in_param, count, byte, plane_bytes in runs.tolist():
-        words = -(-count // 64)
-        living = unpack(alive[element // 64 : element // 64 + words])[:count]
-        counts = torch.zeros(count, dtype=torch.int64)
+    for run in each_run(runs):
+        counts = torch.zeros(run.count, dtype=torch.int64)
         for plane in range(planes):
-            counts += unpack(words_at(answers, byte + plane * plane_bytes, words))[:count].to(torch.int64) << plane
+            votes = unpack(words_at(answers, run.byte + plane * run.plane_bytes, run.words))[: run.count]
+            counts += votes.to(torch.int64) << plane
         if workers:
             move = -((2 * counts - workers).to(torch.float32) * (lr / workers))
         else:
             move = (1 - 2 * counts).to(torch.float32) * lr
-        _move(x, low, slice(in_param, in_param + count), living, move, decay)
+        _move(x, low, run.of_param, run.bits_of(alive), move, decay)
 
 
 def dense_apply(runs: Tensor, x: Tensor, low: Tensor | None, answers: Tensor, *, lr: float, decay: float) -> None:
     """Move and decay a parameter's runs by the answer's floats, where these are not NaN; `x` and `low` as above."""
-    for _, in_param, count, byte, _ in runs.tolist():
-        u = _floats_at(answers, byte, count)
-        _move(x, low, slice(in_param, in_param + count), ~u.isnan(), -(u * lr), decay)
+    for run in each_run(runs):
+        u = run.floats_in(answers)
+        _move(x, low, run.of_param, ~u.isnan(), -(u * lr), decay)
 
 
 def _move(x: Tensor, low: Tensor | None, here: slice, living: Tensor, move: Tensor, decay: float) -> None:
-    old = _flat(x)[here]
-    if low is not None:
-        narrow = _flat(low)[here]
-        rounds_to_it = old.to(low.dtype).view(torch.int16) == narrow.view(torch.int16)
-        old.copy_(torch.where(rounds_to_it, old, narrow.float()))
+    old = take_over(x, low, here)
     old.copy_(torch.where(living, old * decay + move, old))
-    if low is not None:
-        _flat(low)[here] = old
+    hand_back(x, low, here)

@@ -1,0 +1,133 @@
+"""The kernels of scaled signs with error memory, called in the library."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from thinwire.kernels.native.library import lib, pointer, table, typed
+
+
+def sign_encode(
+    runs: Tensor,
+    grad: Tensor | None,
+    c: Tensor,
+    heard: Tensor,
+    packets: Tensor,
+    *,
+    sent_scales: Tensor,
+    heard_scales: Tensor,
+    sums: Tensor,
+    beta: float,
+    weight: float,
+    scale: float,
+    shift: int,
+) -> bool:
+    """See `reference.sign_encode`."""
+    return bool(
+        lib().thinwire_sign_encode(
+            *table(runs),
+            *typed(grad),
+            *typed(c),
+            shift,
+            heard.data_ptr(),
+            packets.data_ptr(),
+            sent_scales.data_ptr(),
+            heard_scales.data_ptr(),
+            sums.data_ptr(),
+            beta,
+            weight,
+            scale,
+        )
+    )
+
+
+def sign_merge(
+    runs: Tensor,
+    rows: Tensor,
+    y: Tensor,
+    answer: Tensor,
+    *,
+    scales: Tensor,
+    last_scale: float,
+    sums: Tensor,
+    shift: int,
+) -> None:
+    """See `reference.sign_merge`."""
+    lib().thinwire_sign_merge(
+        *table(runs),
+        rows.data_ptr(),
+        rows.stride(0),
+        rows.shape[0],
+        *typed(y),
+        shift,
+        answer.data_ptr(),
+        scales.data_ptr(),
+        last_scale,
+        sums.data_ptr(),
+    )
+
+
+def sign_apply(
+    runs: Tensor,
+    x: Tensor,
+    low: Tensor | None,
+    p: Tensor,
+    heard: Tensor,
+    scales: Tensor,
+    *,
+    rate: float,
+    decay: float,
+    anchor: Tensor | None,
+    m: Tensor | None,
+    momentum: float,
+) -> None:
+    """See `reference.sign_apply`."""
+    lib().thinwire_sign_apply(
+        *table(runs),
+        x.data_ptr(),
+        *typed(low),
+        p.data_ptr(),
+        heard.data_ptr(),
+        scales.data_ptr(),
+        rate,
+        decay,
+        pointer(anchor),
+        pointer(m),
+        momentum,
+    )
+
+
+def momentum_encode(
+    runs: Tensor,
+    grad: Tensor | None,
+    m: Tensor,
+    c: Tensor,
+    packets: Tensor | None,
+    *,
+    sent_scales: Tensor,
+    sums: Tensor | None,
+    beta: float,
+    weight: float,
+    scale: float,
+    rate: float,
+    shift: int,
+    output: int,
+) -> bool:
+    """See `reference.momentum_encode`."""
+    return bool(
+        lib().thinwire_momentum_encode(
+            *table(runs),
+            *typed(grad),
+            m.data_ptr(),
+            *typed(c),
+            shift,
+            pointer(packets),
+            sent_scales.data_ptr(),
+            pointer(sums),
+            beta,
+            weight,
+            scale,
+            rate,
+            output,
+        )
+    )

@@ -1,0 +1,56 @@
+"""The kernels in plain torch: slow, obvious, and the truth that every other backend must match to the bit.
+
+docs/protocol.md defines what they compute. A *run* is a row `(element, in_param, count, byte, plane_bytes, shard)` of
+an int64 table: `count` elements that start at `element` in the flat space and at `in_param` in their parameter, and
+whose words (or floats) begin at `byte` of a packet buffer, further planes of bits following `plane_bytes` apart;
+`shard` is their shard's number in the whole model, at which tables of scales are read. `element` is a multiple of 64;
+where a run ends within a word, the rest of it is padding. Parameters and gradients are taken in the order of their
+memory, which is dense.
+
+Arithmetic is float32 in the order written, every operation rounded. A Python number that meets a float32 tensor is
+rounded to float32 first.
+"""
+
+from __future__ import annotations
+
+from thinwire.kernels.reference.adam import adam_apply, dense_encode
+from thinwire.kernels.reference.birder import (
+    adopt,
+    birder_apply,
+    birder_direction,
+    birder_encode,
+    dense_apply,
+    mean,
+    roll_call,
+    vote_bit,
+    vote_count,
+)
+from thinwire.kernels.reference.lamb import lamb_apply, lamb_measure, onebit_lamb_measure, square_sum
+from thinwire.kernels.reference.sign import momentum_encode, sign_apply, sign_encode, sign_merge, step_apply
+from thinwire.kernels.reference.words import pack, unpack, words_at
+
+__all__ = [
+    "adam_apply",
+    "adopt",
+    "birder_apply",
+    "birder_direction",
+    "birder_encode",
+    "dense_apply",
+    "dense_encode",
+    "lamb_apply",
+    "lamb_measure",
+    "mean",
+    "momentum_encode",
+    "onebit_lamb_measure",
+    "pack",
+    "roll_call",
+    "sign_apply",
+    "sign_encode",
+    "sign_merge",
+    "square_sum",
+    "step_apply",
+    "unpack",
+    "vote_bit",
+    "vote_count",
+    "words_at",
+]

@@ -1,0 +1,140 @@
+"""What all kernels share: runs, bits in words, sums in a fixed order, and masters of low-precision parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Run:
+    """A row of a run table; see `thinwire.kernels.reference`."""
+
+    element: int
+    in_param: int
+    count: int
+    byte: int
+    plane_bytes: int
+    shard: int
+
+    @property
+    def words(self) -> int:
+        """How many words its bits take."""
+        return -(-self.count // 64)
+
+    @property
+    def of_param(self) -> slice:
+        """Its elements in their parameter."""
+        return slice(self.in_param, self.in_param + self.count)
+
+    def of_flat(self, shift: int = 0) -> slice:
+        """Its elements in a tensor that has the element `e` of the flat space at `e - shift`; without the padding."""
+        return slice(self.element - shift, self.element - shift + self.count)
+
+    def bits_of(self, flat_words: Tensor) -> Tensor:
+        """Its bits in the words of the flat space."""
+        return unpack(flat_words[self.element // 64 : self.element // 64 + self.words])[: self.count]
+
+    def bits_in(self, packet: Tensor) -> Tensor:
+        """Its bits in a packet."""
+        return unpack(words_at(packet, self.byte, self.words))[: self.count]
+
+    def write_bits(self, packet: Tensor, bits: Tensor) -> None:
+        """Put its bits into a packet, those of the padding being 0."""
+        words_at(packet, self.byte, self.words).copy_(pack(_padded(bits)))
+
+    def floats_in(self, packet: Tensor) -> Tensor:
+        """Its floats in a packet, as a view."""
+        return packet.view(-1)[self.byte : self.byte + 4 * self.count].view(torch.float32)
+
+
+def each_run(runs: Tensor) -> Iterator[Run]:
+    """The rows of a run table."""
+    return (Run(*row) for row in runs.tolist())
+
+
+def pack(bits: Tensor) -> Tensor:
+    """Bools, a multiple of 64 of them, as int64 words."""
+    weights = torch.ones(64, dtype=torch.int64) << torch.arange(64)
+    return (bits.view(-1, 64).to(torch.int64) * weights).sum(1)
+
+
+def unpack(words: Tensor) -> Tensor:
+    """The bools of int64 words."""
+    return ((words[:, None] >> torch.arange(64)) & 1).to(torch.bool).view(-1)
+
+
+def words_at(buffer: Tensor, byte: int, count: int) -> Tensor:
+    """`count` words of a packet buffer, as a view."""
+    return buffer.view(-1)[byte : byte + 8 * count].view(torch.int64)
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """A dense tensor in the order of its memory, as a view."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def float32(value: float) -> Tensor:
+    """A number rounded to float32, whose products with others are rounded to float32 too."""
+    return torch.tensor(value, dtype=torch.float32)
+
+
+def root(values: Tensor) -> Tensor:
+    """Square roots in float32, rounded as IEEE 754 has it; torch's own are not always (on x86 they are MKL's)."""
+    return values.to(torch.float64).sqrt().to(torch.float32)
+
+
+def signed(positive: Tensor, scale: Tensor) -> Tensor:
+    """`scale` where `positive`, else `-scale`."""
+    return torch.where(positive, scale, -scale)
+
+
+def without_sign(state: Tensor, scale: Tensor) -> Tensor:
+    """What is left of a state, in float32, when its sign has been sent with `scale`; the sign of a zero is positive."""
+    wide = state.to(torch.float32)
+    return wide - signed(wide >= 0, scale)
+
+
+def run_sum(values: Tensor) -> float:
+    """The sum of a run's float32 values: each word's in float32, by halves, and those in double and in order.
+
+    Not by `sum`, which makes up for roundings from Python 3.12 on.
+    """
+    by_word = _padded(values).view(-1, 64)
+    half = 32
+    while half:
+        by_word = by_word[:, :half] + by_word[:, half : 2 * half]
+        half //= 2
+    total = 0.0
+    for word in by_word.view(-1).tolist():
+        total += word
+    return total
+
+
+def _padded(values: Tensor) -> Tensor:
+    """Values, and zeros up to a whole number of words."""
+    whole = values.new_zeros(-(-values.numel() // 64) * 64)
+    whole[: values.numel()] = values
+    return whole
+
+
+def take_over(x: Tensor, low: Tensor | None, here: slice) -> Tensor:
+    """The elements `here` of fp32 `x`, as a view, after those that no longer round to `low` have been replaced by it.
+
+    `low` is the low-precision parameter whose master `x` is, or None. Somebody may have loaded weights into it.
+    """
+    wide = flat(x)[here]
+    if low is not None:
+        narrow = flat(low)[here]
+        rounds_to_it = wide.to(low.dtype).view(torch.int16) == narrow.view(torch.int16)
+        wide.copy_(torch.where(rounds_to_it, wide, narrow.float()))
+    return wide
+
+
+def hand_back(x: Tensor, low: Tensor | None, here: slice) -> None:
+    """Round the elements `here` of a master to its parameter, if it is one."""
+    if low is not None:
+        flat(low)[here] = flat(x)[here]
