@@ -13,5 +13,9 @@ from thinwire._version import __version__
 from thinwire.attach import attach
 from thinwire.metrics import Metrics
 from thinwire.optimizers.birder import Birder
+from thinwire.optimizers.lamb import Lamb
+from thinwire.optimizers.onebit_adam import OneBitAdam
+from thinwire.optimizers.onebit_lamb import OneBitLamb
+from thinwire.optimizers.zero_one_adam import ZeroOneAdam
 
-__all__ = ["Birder", "Metrics", "__version__", "attach"]
+__all__ = ["Birder", "Lamb", "Metrics", "OneBitAdam", "OneBitLamb", "ZeroOneAdam", "__version__", "attach"]

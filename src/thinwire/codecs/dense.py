@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
+from thinwire.kernels.ops import Kernels
 from thinwire.wire.buckets import WORD
-from thinwire.wire.mail import WORD_BYTES, Frame, Payload
+from thinwire.wire.mail import WORD_BYTES, Frame, Mail, Part, Payload
 from thinwire.wire.packet import HEADER_BYTES
 
-_FLOAT_BYTES = 4
+_FLOAT = torch.float32
+_FLOAT_BYTES = _FLOAT.itemsize
 
 
 def _float_words(shard_words: int) -> int:
@@ -14,11 +19,32 @@ def _float_words(shard_words: int) -> int:
 
 
 class Dense:
-    """For a single worker, whose answer is what it has sent: a node among which nothing is slow."""
+    """Floats up, their mean down, in the same memory.
 
-    payload = Payload(up_words=_float_words, down_words=_float_words, element_bits=8 * _FLOAT_BYTES)
+    Args:
+        kernels: the backend.
+    """
+
+    payload = Payload(up_words=_float_words, down_words=_float_words, element_bits=8 * _FLOAT_BYTES, in_place=True)
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+        self.packets: Tensor
+
+    def learn(self, mail: Mail) -> None:
+        """See `Codec`."""
+        self.packets = mail.sent
+
+    def encode(self, part: Part, grad: Tensor | None, scale: float) -> bool:
+        """Write a gradient times `scale`, zeros for none, into the packets; whether it was not finite."""
+        return self._kernels.dense_encode(part.up_runs, grad, self.packets, scale=scale)
+
+    def seal(self, frame: Frame) -> None:
+        """See `Codec`; there is nothing to add."""
 
     def merge(self, frame: Frame, shard: int) -> None:
-        """Answer with the only packet that there is."""
-        floats = slice(HEADER_BYTES, HEADER_BYTES + WORD_BYTES * _float_words(frame.bucket.shard_words))
-        frame.answers[shard, floats] = frame.received[0, floats]
+        """Answer with the mean. With a single worker it is there already."""
+        if frame.received is not frame.sent:
+            floats = slice(HEADER_BYTES, HEADER_BYTES + WORD_BYTES * _float_words(frame.bucket.shard_words))
+            rows, answer = (packets[..., floats].view(_FLOAT) for packets in (frame.received, frame.answers[shard]))
+            self._kernels.mean(rows, answer)

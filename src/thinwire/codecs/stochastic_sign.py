@@ -16,7 +16,7 @@ from torch import Tensor
 
 from thinwire.kernels.ops import Kernels
 from thinwire.wire.buckets import WORD, Layout
-from thinwire.wire.mail import WORD_BYTES, Frame, Payload
+from thinwire.wire.mail import WORD_BYTES, Frame, Mail, Payload
 from thinwire.wire.packet import HEADER_BYTES
 
 ROLL_PERIOD = 256
@@ -32,10 +32,17 @@ class StochasticSign:
         layout: the flat space.
         downlink: "bit" or "votes".
         kernels: the backend.
+        life: the state that tells which coordinates live: those above `eps`.
+        eps: threshold of life.
     """
 
-    def __init__(self, layout: Layout, downlink: Downlink, kernels: Kernels) -> None:
+    def __init__(self, layout: Layout, downlink: Downlink, kernels: Kernels, life: Tensor, eps: float) -> None:
         self._kernels = kernels
+        self._life = life
+        self._eps = eps
+        self._step = 0
+        self._key = 0
+        self._frames: list[Frame] = []
         self.workers = layout.workers if downlink == "votes" else 0
         """How many votes an answer counts; 0 when it is a sign."""
         self.planes = layout.workers.bit_length() if downlink == "votes" else 1
@@ -48,23 +55,32 @@ class StochasticSign:
             down_words=lambda shard_words: self.planes * shard_words + _roll_words(shard_words),
         )
 
-    def call_roll(self, frame: Frame, state: Tensor, step: int, eps: float) -> None:
-        """Write into a bucket's packets which coordinates of the own slice live, for the words whose turn it is."""
+    def learn(self, mail: Mail) -> None:
+        """See `Codec`."""
+        self._frames = mail.frames
+
+    def begin_step(self, step: int, key: int) -> None:
+        """Whose turn the roll call is follows from the step, and the owners' draws from the key."""
+        self._step, self._key = step, key
+        self._signal.zero_()
+
+    def seal(self, frame: Frame) -> None:
+        """Call the roll: which coordinates of the own slice live, for the words whose turn it is."""
         bucket = frame.bucket
         self._kernels.roll_call(
-            state,
+            self._life,
             shift=bucket.state_shift,
             first_word=bucket.own_start // WORD,
             shard_words=bucket.shard_words,
             shards=len(bucket.own_shards),
             period=ROLL_PERIOD,
-            phase=step % ROLL_PERIOD,
-            eps=eps,
+            phase=self._step % ROLL_PERIOD,
+            eps=self._eps,
             packets=frame.sent,
             offset=HEADER_BYTES + WORD_BYTES * bucket.shard_words,
         )
 
-    def merge(self, frame: Frame, shard: int, key: int) -> None:
+    def merge(self, frame: Frame, shard: int) -> None:
         """Answer the votes received for `shard`, in its packet among the bucket's answers."""
         words = frame.bucket.shard_words
         answer = frame.answers[shard]
@@ -78,31 +94,28 @@ class StochasticSign:
         if self.workers:
             self._kernels.vote_count(frame.received, HEADER_BYTES, self.alive, planes=self.planes, **votes)
         else:
-            self._kernels.vote_bit(frame.received, HEADER_BYTES, self.alive, key=key, **votes)
+            self._kernels.vote_bit(frame.received, HEADER_BYTES, self.alive, key=self._key, **votes)
         up, down = (HEADER_BYTES + WORD_BYTES * planes * words for planes in (1, self.planes))
         self._kernels.any_of(frame.received, up, _roll_words(words), answer, down)
 
     def mean_abs_vote(self) -> float:
-        """Mean |ū| over a sample of the coordinates that this rank has answered for since `forget_votes`."""
+        """Mean |ū| over a sample of the coordinates that this rank has answered for since `begin_step`."""
         total, coordinates = self._signal.tolist()
         return total / (self._votes_of * coordinates) if coordinates else math.nan
 
-    def forget_votes(self) -> None:
-        """Start the mean anew."""
-        self._signal.zero_()
-
-    def adopt(self, frame: Frame, step: int) -> None:
-        """Bring the map of living coordinates up to date with a bucket's answers."""
-        self._kernels.adopt(
-            self.alive,
-            first_word=frame.bucket.first_word,
-            shard_words=frame.bucket.shard_words,
-            answers=frame.answers,
-            byte=HEADER_BYTES,
-            planes=self.planes,
-            period=ROLL_PERIOD,
-            phase=step % ROLL_PERIOD,
-        )
+    def adopt(self) -> None:
+        """Bring the map of living coordinates up to date with the answers."""
+        for frame in self._frames:
+            self._kernels.adopt(
+                self.alive,
+                first_word=frame.bucket.first_word,
+                shard_words=frame.bucket.shard_words,
+                answers=frame.answers,
+                byte=HEADER_BYTES,
+                planes=self.planes,
+                period=ROLL_PERIOD,
+                phase=self._step % ROLL_PERIOD,
+            )
 
 
 def _roll_words(shard_words: int) -> int:

@@ -27,7 +27,6 @@ def describe(optimizer: WireOptimizer, names: dict[Tensor, str]) -> Description:
     description: dict[str, Any] = {
         "the optimizer's class": type(optimizer).__name__,
         "thinwire's version": __version__,
-        "seed": optimizer._seed,
         "bucket_mb": optimizer._bucket_mb,
         "how many ranks a node has (start as many on each, or use topology='flat')": optimizer._topology.source,
         "the topology": str(optimizer._topology),
@@ -43,9 +42,10 @@ def describe(optimizer: WireOptimizer, names: dict[Tensor, str]) -> Description:
                 description[f"{key} of parameter group {i}"] = float(value) if isinstance(value, Tensor) else value
     for i, p in enumerate(params):
         description[f"parameter {i}"] = (names.get(p, "unnamed"), tuple(p.shape), str(p.dtype), p.stride())
-    for i, p in enumerate(params):
+    for i in range(len(params)):
         # Ranks exchange moves, not values: replicas that start apart would stay apart.
-        description[f"the checksum of the values of parameter {i}"] = checksum(p)
+        value = optimizer._agreed_value(len(params) - 1 - i)
+        description[f"the checksum of the values of parameter {i}"] = checksum(value)
     return description
 
 

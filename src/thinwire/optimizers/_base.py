@@ -2,10 +2,10 @@
 
     gradients → bucket → [mean over the node] → local rule → codec → exchange → apply → metrics
 
-A paper is a subclass. It says what it keeps (`_declare`), what it sends (`_local`, `_seal`), how the owner of a shard
-answers (`_merge`), and what everybody does with the answer (`_apply`). When and by whom these are called is decided
-here and is the same for all: by `step()`, or, for a model given to `thinwire.attach`, as soon as backward has a
-gradient.
+A paper is a subclass. It says what it keeps and by which codecs it speaks (`_declare`), which of them this step uses
+(`_channel_now`), what it sends (`_local`), and what everybody does with the answer (`_apply`). When and by whom these
+are called is decided here and is the same for all: by `step()`, or, for a model given to `thinwire.attach`, as soon as
+backward has a gradient.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from __future__ import annotations
 import abc
 import functools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,29 +23,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from thinwire.codecs import Codec
 from thinwire.kernels import ops
 from thinwire.metrics import Meter, Metrics
 from thinwire.optimizers import _state_dict
 from thinwire.optimizers._agreement import describe, require_agreement
 from thinwire.optimizers._inputs import LOW_PRECISION, check_dtypes, gradient_of
+from thinwire.optimizers._state import State
+from thinwire.optimizers._traffic import Channel, Link, Presence, Traffic
 from thinwire.wire import packet
-from thinwire.wire.buckets import WORD, Layout, bucket_elements, is_dense
-from thinwire.wire.exchange import Exchange, Job
-from thinwire.wire.lane import Failure, Lane
-from thinwire.wire.mail import Frame, Mail, Part, Payload
+from thinwire.wire.buckets import Layout, bucket_elements, is_dense
+from thinwire.wire.exchange import Job
+from thinwire.wire.mail import Part
 from thinwire.wire.node import Node
 from thinwire.wire.peers import Peers
 from thinwire.wire.topology import Choice, choose
-
-
-@dataclass(frozen=True)
-class State:
-    """What an optimizer keeps, by name: flat tensors, which are given out a parameter at a time."""
-
-    own: dict[str, Tensor]
-    """As long as this rank's slices of the flat space: what a worker keeps for itself."""
-    words: dict[str, Tensor]
-    """A bit an element of the whole flat space, the same on all ranks."""
 
 
 class WireOptimizer(Optimizer, abc.ABC):
@@ -71,29 +62,24 @@ class WireOptimizer(Optimizer, abc.ABC):
         params: ParamsT,
         defaults: dict[str, Any],
         *,
-        seed: int,
         process_group: dist.ProcessGroup | None,
         topology: Choice,
         mesh: DeviceMesh | None,
         node_dtype: torch.dtype,
         bucket_mb: float | None,
     ) -> None:
-        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
-            raise ValueError(f"seed={seed!r}: expected an integer in [0, 2**63)")
         if bucket_mb is not None and not 0 < bucket_mb < math.inf:
             raise ValueError(f"bucket_mb={bucket_mb!r}: expected a positive number, in megabytes of fp32 gradient")
         if node_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"node_dtype={node_dtype!r}: expected torch.float32 or torch.bfloat16")
-        self._seed = seed
         self._bucket_mb = bucket_mb
         self._node_dtype = node_dtype
         self._peers = Peers.of(process_group)
         self._topology = choose(topology, mesh, self._peers)
         self._meter = Meter()
         self._step_count = torch.zeros((), dtype=torch.int64)
-        self._prepared = False
-        self._failure = Failure()
-        self._lanes: list[Lane] = []
+        self._traffic: Traffic | None = None
+        """Opened when all ranks have agreed, at the first step or by `attach`."""
         self._repeats = False
         # What load_state_dict is about to copy: our state, and pairs of (own, loaded).
         self._loading: tuple[dict[Tensor, dict[str, Tensor]], list[tuple[Tensor, Tensor]]] = ({}, [])
@@ -112,28 +98,30 @@ class WireOptimizer(Optimizer, abc.ABC):
         """Arguments of the constructor, beyond those of parameter groups, on which all ranks must agree."""
 
     @abc.abstractmethod
-    def _declare(self, layout: Layout) -> tuple[Payload, State]:
-        """Allocate the flat state; tell how many words a packet carries, and what is kept, to be saved."""
+    def _declare(self, layout: Layout) -> tuple[dict[str, Codec], State]:
+        """Allocate the flat state; tell by which codecs the optimizer speaks, and what is kept, to be saved.
+
+        A codec whose name is LOCAL is for steps in which nothing leaves the node.
+        """
+
+    def _channel_now(self) -> str:
+        """The name of the codec of the step under way; the only one, unless a paper says otherwise."""
+        (name,) = self._channels
+        return name
 
     @abc.abstractmethod
-    def _local(self, part: Part, grad: Tensor | None, group: dict[str, Any], scale: float) -> bool:
+    def _local(self, position: int, part: Part, grad: Tensor | None, group: dict[str, Any], scale: float) -> bool:
         """The local rule for a part of a parameter, given a gradient to be multiplied by `scale`.
 
-        Writes the bits of `part.up_runs` into the packets; returns whether the gradient was not finite. Without a
-        gradient the bits are those of the state as it is. Runs on a lane in a hierarchical topology.
+        Writes what is sent for `part.up_runs` into the packets; returns whether the gradient was not finite. Without a
+        gradient that is what the state says as it is. Runs on a lane in a hierarchical topology.
         """
 
     @abc.abstractmethod
-    def _seal(self, frame: Frame) -> None:
-        """Add to a bucket's packets what is known only when all its parameters are encoded. Runs on a lane."""
-
-    @abc.abstractmethod
-    def _merge(self, frame: Frame, shard: int) -> None:
-        """As the owner of `shard`, turn the packets received into an answer. Runs on a lane."""
-
-    @abc.abstractmethod
-    def _apply(self, part: Part, x: Tensor, low: Tensor | None, group: dict[str, Any]) -> None:
-        """Move a part of a parameter by the answer. `x` is fp32, dense; if it is a master, `low` is the parameter."""
+    def _apply(
+        self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None, group: dict[str, Any]
+    ) -> None:
+        """Move a parameter by the answer. `x` is fp32, dense; if it is a master, `low` is the parameter."""
 
     def _first_flags(self) -> int:
         """The flags with which this step's packets start out."""
@@ -146,13 +134,20 @@ class WireOptimizer(Optimizer, abc.ABC):
     def _conclude(self) -> None:
         """What happens after the apply."""
 
+    def _end_step(self) -> None:
+        """What happens at the end of a step, taken or skipped."""
+
+    def _agreed_value(self, position: int) -> Tensor:
+        """What a parameter is on all ranks, whatever a rank has made of it since."""
+        return self._flat_params[position]
+
     def _mean_abs_vote(self) -> float:
         """How much the workers agreed in the last step."""
         return math.nan
 
     def _settings_text(self) -> str:
         """The arguments that decide the bits of a run, for people to read."""
-        settings = {"seed": self._seed, **self._settings()}
+        settings = self._settings()
         if self._topology.slices > 1:
             settings["node_dtype"] = self._node_dtype
         return ", ".join(f"{name}={value}" for name, value in settings.items())
@@ -161,7 +156,7 @@ class WireOptimizer(Optimizer, abc.ABC):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, as in torch.optim; possible until the first step or `attach`."""
-        if self._prepared or self._step_count > 0:
+        if self._traffic is not None or self._step_count > 0:
             raise RuntimeError(
                 "add_param_group after the first step or attach: all ranks have agreed on a layout by now. Give the "
                 "optimizer all parameters when it is made, and freeze with requires_grad_(False) what shall wait"
@@ -180,14 +175,14 @@ class WireOptimizer(Optimizer, abc.ABC):
 
     def _build(self) -> None:
         # A parameter that is frozen now takes no room on the wire. Freezing one later is fine: it just has no gradient.
-        owned = [(p, i) for i, group in enumerate(self.param_groups) for p in group["params"] if p.requires_grad]
+        held = [(p, i) for i, group in enumerate(self.param_groups) for p in group["params"] if p.requires_grad]
         self._frozen = [p for group in self.param_groups for p in group["params"] if not p.requires_grad]
-        devices = {p.device for p, _ in owned}
+        devices = {p.device for p, _ in held}
         if len(devices) > 1:
             names = ", ".join(sorted(map(str, devices)))
             raise ValueError(f"parameters on devices {names}: an optimizer needs all its parameters on one device")
         self._kernels = ops.backend(devices.pop() if devices else torch.device("cpu"))
-        numels = [p.numel() for p, _ in owned]
+        numels = [p.numel() for p, _ in held]
         topology = self._topology
         layout = Layout(
             numels,
@@ -196,16 +191,15 @@ class WireOptimizer(Optimizer, abc.ABC):
             slices=topology.slices,
             own_slice=topology.own_slice,
         )
-        self._flat_params: list[Tensor] = [owned[slot.index][0] for slot in layout.slots]
+        self._flat_params: list[Tensor] = [held[slot.index][0] for slot in layout.slots]
         """The parameters that take part, in the order of the flat space."""
-        self._group_index = [owned[slot.index][1] for slot in layout.slots]
-        payload, kept = self._declare(layout)
-        self._mail = Mail(layout, payload, alone=topology.workers == 1)
+        self._group_index = [held[slot.index][1] for slot in layout.slots]
+        self._layout = layout
+        codecs, kept = self._declare(layout)
+        self._channels = {name: Channel(codec, layout, topology, local=name == LOCAL) for name, codec in codecs.items()}
         self.state.clear()
-        for p, slot in zip(self._flat_params, layout.slots, strict=True):
-            state: dict[str, Tensor] = {"step": self._step_count}
-            state |= {name: layout.own_view(own, slot, p) for name, own in kept.own.items()}
-            state |= {name: words[slot.start // WORD : slot.stop // WORD] for name, words in kept.words.items()}
+        for position, p in enumerate(self._flat_params):
+            state = {"step": self._step_count, **kept.of(layout, topology.node, position, p)}
             if p.dtype in LOW_PRECISION:
                 order = torch.preserve_format if is_dense(p) else torch.contiguous_format
                 state["master"] = torch.empty_like(p, dtype=torch.float32, memory_format=order).copy_(p.detach())
@@ -227,25 +221,23 @@ class WireOptimizer(Optimizer, abc.ABC):
             RuntimeError: on every rank, when ranks disagree.
             ValueError: on every rank, when the ranks of nodes cannot be told, or are unequally many.
         """
-        if self._prepared and names is None:
+        if self._traffic is not None and names is None:
             return
         self._peers.refuse_late_group()
         require_agreement(self._peers, describe(self, names or {}))
         if self._topology.complaint is not None:
             raise ValueError(self._topology.complaint)
-        if self._prepared:
-            return
+        if self._traffic is None:
+            self._traffic = Traffic(self._join())
+
+    def _join(self) -> Link:
         group = self._peers.private_group(self._topology.slice_ranks())
-        self._exchange = Exchange(self._mail, self._topology, group, self._meter)
         node_group = self._peers.private_group(self._topology.node_ranks())
-        self._node = None
+        node = None
         if node_group is not None:
-            self._node = Node(self._mail, self._topology, node_group, self._node_dtype, self._kernels, self._meter)
-        # Three, so that a bucket can be sent while others wait for packets, and others again for answers.
-        threaded = self._peers.size > 1
-        self._lanes = [Lane(threaded=threaded, failure=self._failure) for _ in range(3)]
-        self._sending, self._answering, self._collecting = self._lanes
-        self._prepared = True
+            mail = self._channel.mail
+            node = Node(mail, self._topology, node_group, self._node_dtype, self._kernels, self._meter)
+        return Link(group, node, self._kernels, self._meter, threaded=self._peers.size > 1)
 
     # A step ----------------------------------------------------------------------------------------------------------
 
@@ -254,16 +246,17 @@ class WireOptimizer(Optimizer, abc.ABC):
         self._step_number = int(self._step_count) + 1
         """The number of the step under way, from 1."""
         self._encoded = [False] * len(self._flat_params)
-        self._presence = [0] * len(self._mail.frames)
+        self._presence = Presence(len(self._layout.buckets))
         self._flags_sent = self._first_flags()
-        self._begin_exchange()
+        self._begin_exchange(self._channel_now())
 
-    def _begin_exchange(self) -> None:
-        self._listening = False
-        self._refusal: RuntimeError | None = None
-        self._missing = [len(parts) for parts in self._mail.contents]
+    def _begin_exchange(self, name: str) -> None:
+        self._channel = self._channels[name]
+        if self._channel.released:
+            self._channel.restore()
+        self._under_way = False
+        self._missing = [len(parts) for parts in self._channel.mail.contents]
         self._submitted = 0
-        self._flags_seen = 0
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -290,6 +283,7 @@ class WireOptimizer(Optimizer, abc.ABC):
             with self._meter.apply:
                 self._apply_all()
                 self._conclude()
+        self._end_step()
         self._meter.steps += 1
         self._step_count += 1
         self._begin_step()
@@ -321,80 +315,53 @@ class WireOptimizer(Optimizer, abc.ABC):
                 "model first, and make the optimizer then"
             )
         self._encoded[position] = True
-        if not self._listening:
-            self._listening = True
-            self._sending.submit(self._exchange.listen)
-        for part in self._mail.parts[position]:
+        traffic, channel = self._open_traffic(), self._channel
+        if not self._under_way:
+            self._under_way = True
+            traffic.begin(channel)
+        for part in channel.mail.parts[position]:
             bucket = part.frame.bucket
             if grad is not None:
-                self._presence[bucket.index] |= part.presence
+                self._presence.now[bucket.index] |= part.presence
             if self._node is None:
-                self._flags_sent |= self._encode_part(part, grad, self._group_of(position), scale)
+                self._flags_sent |= self._encode_part(position, part, grad, self._group_of(position), scale)
             elif not self._repeats:
                 with self._meter.stage:
                     self._node.stage(position, bucket, grad, scale)
             self._missing[bucket.index] -= 1
             # In order, whatever the order of the gradients: lanes take the same bucket after the same on all ranks.
             while self._submitted < len(self._missing) and not self._missing[self._submitted]:
-                self._submit(self._mail.frames[self._submitted])
+                self._submit(traffic, self._submitted)
                 self._submitted += 1
 
-    def _encode_part(self, part: Part, grad: Tensor | None, group: dict[str, Any], scale: float) -> int:
-        with self._meter.encode:
-            return packet.NONFINITE if self._local(part, grad, group, scale) else 0
+    @property
+    def _node(self) -> Node | None:
+        return self._open_traffic().node
 
-    def _submit(self, frame: Frame) -> None:
-        job = Job(frame, self._step_number, self._flags_sent)
-        send = functools.partial(self._send, job)
+    def _open_traffic(self) -> Traffic:
+        assert self._traffic is not None, "step() and attach() prepare before anything is encoded"
+        return self._traffic
+
+    def _encode_part(self, position: int, part: Part, grad: Tensor | None, group: dict[str, Any], scale: float) -> int:
+        with self._meter.encode:
+            return packet.NONFINITE if self._local(position, part, grad, group, scale) else 0
+
+    def _submit(self, traffic: Traffic, bucket: int) -> None:
+        job = Job(self._channel.mail.frames[bucket], self._step_number, self._flags_sent)
+        encode_mean = None
         if self._node is not None:
             # A scheduler may change the groups while the lanes are still at it.
             groups = [dict(group) for group in self.param_groups]
-            send = functools.partial(self._send_as_node, self._node, job, groups, gradients=not self._repeats)
-        self._sending.submit(send)
+            encode_mean = functools.partial(self._encode_mean, groups)
+        traffic.submit(job, self._presence, encode_mean, gradients=not self._repeats)
 
-    # What the lanes do with a bucket, one after the other.
-
-    def _send_as_node(self, node: Node, job: Job, groups: list[dict[str, Any]], *, gradients: bool) -> None:
-        bucket = job.frame.bucket.index
-        if gradients:
-            self._presence[bucket] = node.scatter(job, self._presence[bucket])
-        for position, part in self._mail.contents[bucket]:
-            if part.up_runs.shape[0]:
-                present = gradients and self._presence[bucket] & part.presence
-                mean = node.mean(job, part.up_runs) if present else None
-                job.flags |= self._encode_part(part, mean, groups[self._group_index[position]], 1.0)
-        self._send(job)
-
-    def _send(self, job: Job) -> None:
-        self._seal(job.frame)
-        self._mail.write_presence(job.frame, self._presence[job.frame.bucket.index])
-        self._exchange.send(job)
-        self._answering.submit(functools.partial(self._answer, job))
-
-    def _answer(self, job: Job) -> None:
-        self._exchange.answer(job, self._merge_all)
-        self._collecting.submit(functools.partial(self._collect, job))
-
-    def _collect(self, job: Job) -> None:
-        self._exchange.collect(job)
-        if self._node is not None:
-            self._node.share(job)
-        try:
-            self._flags_seen |= self._exchange.conclude(job)
-        except RuntimeError as refusal:
-            # Not raised here, where it would stop the lanes: other ranks count on the packets that are under way.
-            self._refusal = self._refusal or refusal
-
-    def _merge_all(self, frame: Frame, shard: int) -> None:
-        self._merge(frame, shard)
-        self._kernels.any_of(
-            frame.received, frame.up_presence, frame.presence_words, frame.answers[shard], frame.down_presence
-        )
+    def _encode_mean(self, groups: list[dict[str, Any]], position: int, part: Part, mean: Tensor | None) -> int:
+        return self._encode_part(position, part, mean, groups[self._group_index[position]], 1.0)
 
     def _wait(self) -> int:
         with self._meter.exposed_wait:
             self._drain()
-        return self._flags_seen
+        return self._open_traffic().flags_seen
 
     def _finish_exchange(self) -> None:
         """End an exchange that backward has begun and no step() will end: all ranks send all of it, for nothing."""
@@ -404,9 +371,9 @@ class WireOptimizer(Optimizer, abc.ABC):
                     self._encode(position, None, 1.0)
         self._drain()
 
-    def _exchange_again(self) -> int:
-        """A second exchange in the same step, from the state as it is and with the same presence; the flags seen."""
-        self._begin_exchange()
+    def _exchange_again(self, name: str) -> int:
+        """An exchange from the state as it is, with the presence that is known; the flags seen."""
+        self._begin_exchange(name)
         self._repeats = True
         for position in range(len(self._flat_params)):
             self._encode(position, None, 1.0)
@@ -414,40 +381,44 @@ class WireOptimizer(Optimizer, abc.ABC):
         return self._wait()
 
     def _apply_all(self) -> None:
-        present = [self._mail.read_presence(frame) for frame in self._mail.frames]
+        mail = self._channel.mail
+        present = [mail.read_presence(frame) for frame in mail.frames]
         for position, p in enumerate(self._flat_params):
-            parts = self._mail.parts[position]
+            parts = mail.parts[position]
             if not parts or not present[parts[0].frame.bucket.index] & parts[0].presence:
                 continue
             dense = p if is_dense(p) else p.contiguous()
             master = self.state[p].get("master")
             x, low = (dense, None) if master is None else (master, dense)
-            for part in parts:
-                self._apply(part, x, low, self._group_of(position))
+            self._apply(position, parts, x, low, self._group_of(position))
             if dense is not p:
                 p.copy_(dense)
+
+    @property
+    def is_synchronized(self) -> bool:
+        """Whether all replicas are equal. They always are, but for optimizers with local steps."""
+        return True
+
+    def synchronize(self) -> None:
+        """Make all replicas equal, before evaluating or saving; a matter of optimizers with local steps."""
 
     def metrics(self) -> Metrics:
         """What the run has cost so far, on this rank."""
         return self._meter.read(self._mean_abs_vote())
 
     def _drain(self) -> None:
-        """Wait for what the lanes are at, so that nobody changes what they read.
-
-        Raises:
-            RuntimeError: when an exchange has failed.
-        """
-        for lane in self._lanes:
-            lane.drain()
-        if self._refusal is not None:
-            self._failure.note(self._refusal)
-        self._failure.check()
+        if self._traffic is not None:
+            self._traffic.drain()
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
             f"{type(self).__name__} has threads and process groups, which cannot be copied or pickled: "
             "save state_dict(), and load it into a new optimizer"
         )
+
+
+LOCAL = "local"
+"""The name of a codec whose packets stay inside the node."""
 
 
 def _form(p: Tensor) -> tuple[torch.dtype, torch.device, torch.Size, tuple[int, ...]]:

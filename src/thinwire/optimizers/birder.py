@@ -7,6 +7,7 @@ for Practical Distributed DNN Training". NeurIPS 2023.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, get_args
 
 import torch
@@ -15,13 +16,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import ParamsT
 
+from thinwire.codecs import Codec
 from thinwire.codecs.dense import Dense
 from thinwire.codecs.stochastic_sign import Downlink, StochasticSign
 from thinwire.kernels import rng
 from thinwire.optimizers._base import State, WireOptimizer
 from thinwire.wire import packet
 from thinwire.wire.buckets import Layout
-from thinwire.wire.mail import Frame, Part, Payload
+from thinwire.wire.mail import Part
 from thinwire.wire.topology import Choice
 
 
@@ -118,6 +120,9 @@ class Birder(WireOptimizer):
             raise ValueError(f"state_dtype={state_dtype!r}: expected torch.float32 or torch.bfloat16")
         if not 0 <= eps < math.inf:
             raise ValueError(f"eps={eps!r}: expected a number >= 0")
+        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+            raise ValueError(f"seed={seed!r}: expected an integer in [0, 2**63)")
+        self._seed = seed
         self._eps = eps
         self._amsgrad = amsgrad
         self._downlink: Downlink = downlink
@@ -127,7 +132,6 @@ class Birder(WireOptimizer):
         super().__init__(
             params,
             defaults,
-            seed=seed,
             process_group=process_group,
             topology=topology,
             mesh=mesh,
@@ -150,35 +154,40 @@ class Birder(WireOptimizer):
 
     def _settings(self) -> dict[str, Any]:
         return {
+            "seed": self._seed,
             "eps": self._eps,
             "amsgrad": self._amsgrad,
             "downlink": self._downlink,
             "state_dtype": str(self._state_dtype),
         }
 
-    def _declare(self, layout: Layout) -> tuple[Payload, State]:
+    def _declare(self, layout: Layout) -> tuple[dict[str, Codec], State]:
         self._m = torch.zeros(layout.own_size, dtype=self._state_dtype)
         self._b = torch.zeros(layout.own_size, dtype=self._state_dtype)
         own = {"m": self._m, "b": self._b}
-        self._codec = StochasticSign(layout, self._downlink, self._kernels) if self._topology.compresses else Dense()
-        words = {"alive": self._codec.alive} if isinstance(self._codec, StochasticSign) else {}
-        return self._codec.payload, State(own, words)
+        self._votes: StochasticSign | None = None
+        if not self._topology.compresses:
+            self._dense = Dense(self._kernels)
+            return {"dense": self._dense}, State(own)
+        # With amsgrad b never falls, and a coordinate has come to rest when nothing is left of m.
+        life = self._m if self._amsgrad else self._b
+        self._votes = StochasticSign(layout, self._downlink, self._kernels, life, self._eps)
+        return {"votes": self._votes}, State(own, words={"alive": self._votes.alive})
 
     def _begin_step(self) -> None:
         """See `WireOptimizer._begin_step`; draws this step's keys."""
         super()._begin_step()
-        if isinstance(self._codec, StochasticSign):
-            self._codec.forget_votes()
         self._worker_key = rng.worker_key(self._seed, self._step_number, self._topology.node)
-        self._owner_key = rng.owner_key(self._seed, self._step_number)
+        if self._votes is not None:
+            self._votes.begin_step(self._step_number, rng.owner_key(self._seed, self._step_number))
 
     def _first_flags(self) -> int:
         return packet.GREETING if self._greets() else 0
 
     def _greets(self) -> bool:
-        return self._step_number == 1 and isinstance(self._codec, StochasticSign)
+        return self._step_number == 1 and self._votes is not None
 
-    def _local(self, part: Part, grad: Tensor | None, group: dict[str, Any], scale: float) -> bool:
+    def _local(self, position: int, part: Part, grad: Tensor | None, group: dict[str, Any], scale: float) -> bool:
         rule = {
             "beta": group["beta"],
             "eps": self._eps,
@@ -186,22 +195,11 @@ class Birder(WireOptimizer):
             "amsgrad": self._amsgrad,
             "shift": part.frame.bucket.state_shift,
         }
-        state = (self._m, self._b)
-        if isinstance(self._codec, Dense):
-            return self._kernels.birder_direction(part.up_runs, grad, *state, self._mail.sent, **rule)
-        alive, key = self._codec.alive, self._worker_key
-        return self._kernels.birder_encode(part.up_runs, grad, *state, alive, self._mail.sent, **rule, key=key)
-
-    def _seal(self, frame: Frame) -> None:
-        if isinstance(self._codec, StochasticSign):
-            # With amsgrad b never falls, and a coordinate has come to rest when nothing is left of m.
-            self._codec.call_roll(frame, self._m if self._amsgrad else self._b, self._step_number, self._eps)
-
-    def _merge(self, frame: Frame, shard: int) -> None:
-        if isinstance(self._codec, Dense):
-            self._codec.merge(frame, shard)
-        else:
-            self._codec.merge(frame, shard, self._owner_key)
+        state, packets = (self._m, self._b), self._channel.mail.sent
+        if self._votes is None:
+            return self._kernels.birder_direction(part.up_runs, grad, *state, packets, **rule)
+        alive, key = self._votes.alive, self._worker_key
+        return self._kernels.birder_encode(part.up_runs, grad, *state, alive, packets, **rule, key=key)
 
     def _settle(self, flags: int) -> int:
         if not self._greets():
@@ -210,28 +208,29 @@ class Birder(WireOptimizer):
         if flags & packet.NONFINITE:
             return flags
         self._flags_sent &= ~packet.GREETING
-        return self._exchange_again()
+        return self._exchange_again(self._channel_now())
 
-    def _apply(self, part: Part, x: Tensor, low: Tensor | None, group: dict[str, Any]) -> None:
+    def _apply(
+        self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None, group: dict[str, Any]
+    ) -> None:
         lr = float(group["lr"])
-        decay = 1.0 - lr * group["weight_decay"]
-        answers = self._mail.answers
-        if isinstance(self._codec, Dense):
-            self._kernels.dense_apply(part.down_runs, x, low, answers, lr=lr, decay=decay)
-        else:
-            codec = self._codec
-            counts = {"planes": codec.planes, "workers": codec.workers}
-            self._kernels.birder_apply(part.down_runs, x, low, codec.alive, answers, **counts, lr=lr, decay=decay)
+        move = {"lr": lr, "decay": 1.0 - lr * group["weight_decay"]}
+        answers, votes = self._channel.mail.answers, self._votes
+        for part in parts:
+            if votes is None:
+                self._kernels.dense_apply(part.down_runs, x, low, answers, **move)
+            else:
+                counts = {"planes": votes.planes, "workers": votes.workers}
+                self._kernels.birder_apply(part.down_runs, x, low, votes.alive, answers, **counts, **move)
 
     def _conclude(self) -> None:
         self._hear_everybody()
-        if isinstance(self._codec, StochasticSign):
-            self._last_vote = self._codec.mean_abs_vote()
+        if self._votes is not None:
+            self._last_vote = self._votes.mean_abs_vote()
 
     def _hear_everybody(self) -> None:
-        if isinstance(self._codec, StochasticSign):
-            for frame in self._mail.frames:
-                self._codec.adopt(frame, self._step_number)
+        if self._votes is not None:
+            self._votes.adopt()
 
     def _mean_abs_vote(self) -> float:
         return self._last_vote

@@ -79,11 +79,19 @@ class Bucket:
         """The first element of this rank's slice."""
         return self.start + self.own_shards.start * self.shard_words * WORD
 
+    def shard_number(self, shard: int) -> int:
+        """The number of one of its shards among those of all buckets, which all have equally many."""
+        return self.index * self.shards + shard
+
+    def shift_of(self, held: range) -> int:
+        """How far elements stand before their place in the flat space, in a state that has nothing but the shards
+        `held` of every bucket, one after another."""
+        return self.start + held.start * self.shard_words * WORD - self.start * len(held) // self.shards
+
     @property
     def state_shift(self) -> int:
-        """How far the elements of this rank's slice stand before their place in the flat space, in a state that has
-        nothing but this rank's slices, one after another."""
-        return self.own_start - self.start // self.slices
+        """The same for a state of this rank's slices."""
+        return self.shift_of(self.own_shards)
 
 
 @dataclass(frozen=True)
@@ -167,15 +175,37 @@ class Layout:
     def own_view(self, own: Tensor, slot: Slot, like: Tensor) -> Tensor:
         """The part of a state of this rank's slices that belongs to a parameter: shaped like it if there is but one
         slice, else a vector of those elements that this rank works on."""
-        if self.slices == 1:
-            return self.view(own, slot, like)
+        return self.view(own, slot, like) if self.slices == 1 else self.held_view(own, slot, self._own_shards)
+
+    def held_view(self, state: Tensor, slot: Slot, held: range) -> Tensor:
+        """The part of a state of the shards `held` of every bucket that belongs to a parameter, as a vector."""
         inside = [
-            (piece.start - bucket.state_shift, piece.stop - bucket.state_shift)
+            (piece.start - shift, piece.stop - shift)
             for piece in self.pieces(slot)
-            if piece.shard in (bucket := self.buckets[piece.bucket]).own_shards
+            if piece.shard in held
+            for shift in (self.buckets[piece.bucket].shift_of(held),)
         ]
-        # Pieces of one parameter follow each other in it without a gap: where one bucket's slice ends the next begins.
-        return own[inside[0][0] : inside[-1][1]] if inside else own[:0]
+        # Pieces of one parameter follow each other in it without a gap: where one bucket's part ends the next begins.
+        return state[inside[0][0] : inside[-1][1]] if inside else state[:0]
+
+    def shard_view(self, table: Tensor, slot: Slot) -> Tensor:
+        """The entries of the shards that a parameter reaches into, of a table that has one for every shard."""
+        numbers = [self.buckets[piece.bucket].shard_number(piece.shard) for piece in self.pieces(slot)]
+        return table[numbers[0] : numbers[-1] + 1] if numbers else table[:0]
+
+    def owned_by(self, node: int) -> range:
+        """The shard of every bucket that a rank of worker `node` answers for; it is the same one of each."""
+        own = self._own_shards[node]
+        return range(own, own + 1)
+
+    def held_size(self, held: range) -> int:
+        """How many elements the shards `held` of every bucket have together."""
+        return self.size * len(held) // (self.workers * self.slices)
+
+    @property
+    def shards(self) -> int:
+        """How many shards all buckets have together."""
+        return len(self.buckets) * self.workers * self.slices
 
 
 def bucket_elements(bucket_mb: float | None, elements: int) -> int:

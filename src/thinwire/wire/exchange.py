@@ -66,8 +66,12 @@ class Exchange:
         """Be ready for everything that is going to come, before packets stand in the way of telling so."""
         for frame in self._mail.frames:
             bucket = frame.bucket.index
-            self._packets_due[bucket] = self._messages.receive(frame.received, 2 * bucket)
+            if bucket == 0 or not self._mail.one_room:
+                self._expect_packets(frame)
             self._answers_due[bucket] = self._messages.receive(frame.own_answers, 2 * bucket + 1)
+
+    def _expect_packets(self, frame: Frame) -> None:
+        self._packets_due[frame.bucket.index] = self._messages.receive(frame.received, 2 * frame.bucket.index)
 
     def send(self, job: Job) -> None:
         """Send a bucket's packets to the owners of its shards."""
@@ -76,8 +80,6 @@ class Exchange:
         for row in range(frame.sent.shape[0]):
             header.write(self._mail.sent_memory, frame.sent_at + row * frame.sent.shape[1])
         self._packets_sent[bucket] = self._messages.send(frame.sent, 2 * bucket)
-        if frame.received is not frame.sent:
-            frame.received[node] = frame.sent[node]
 
     def answer(self, job: Job, merge: Callable[[Frame, int], None]) -> None:
         """When all packets for the own shard are here, answer them with `merge`, and send the answer to everybody."""
@@ -85,12 +87,16 @@ class Exchange:
         shard = frame.bucket.own_shards[node]
         with self._meter.packets:
             complete(self._packets_due[bucket])
+        if frame.received is not frame.sent:
+            frame.received[node] = frame.sent[node]
         try:
             self._check_received(job)
         except RuntimeError as error:
             job.refuse(error)
         with self._meter.vote:
             merge(frame, shard)
+        if self._mail.one_room and bucket + 1 < len(self._mail.frames):
+            self._expect_packets(self._mail.frames[bucket + 1])
         at = frame.answers_at + shard * frame.answers.shape[1]
         job.header(frame.answers, self._mail.layout, self._ranks[node]).write(self._mail.answers_memory, at)
         self._answers_sent[bucket] = self._messages.send_to_all(frame.answers[shard], 2 * bucket + 1)
@@ -102,7 +108,7 @@ class Exchange:
             complete(self._answers_due[bucket])
             complete(self._packets_sent[bucket])
             complete(self._answers_sent[bucket])
-        if self._topology.workers > 1:
+        if self._messages.connected:
             size = (self._topology.workers - 1) * (frame.sent.shape[1] + frame.answers.shape[1])
             self._meter.rounds += 2
             self._meter.bytes_sent += size
@@ -136,4 +142,4 @@ class Exchange:
         frame = job.frame
         for row, sender in enumerate(self._ranks):
             header = job.header(frame.received, self._mail.layout, sender)
-            job.flags |= header.check(self._mail.received_memory, frame.sent_at + row * frame.received.shape[1])
+            job.flags |= header.check(self._mail.received_memory, frame.received_at + row * frame.received.shape[1])

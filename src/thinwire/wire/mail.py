@@ -29,6 +29,9 @@ class Payload:
     up_words: Callable[[int], int]
     down_words: Callable[[int], int]
     element_bits: int = 1
+    in_place: bool = False
+    """For packets as large as the gradients themselves: an answer takes the place of the packet that it answers, which
+    is gone by then, and buckets are received one after the other in the same room. Up and down must be equally long."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,8 @@ class Frame:
     received: Tensor
     """A packet from each worker for the shard that this rank owns."""
     sent_at: int
-    """The byte at which this bucket's packets begin, in the memory of those sent and of those received."""
+    """The byte at which this bucket's packets begin, in the memory of those sent."""
+    received_at: int
     answers_at: int
     up_presence: int
     """The byte within an up packet at which the presence bits begin."""
@@ -57,6 +61,8 @@ class Frame:
 class Part:
     """What a parameter has in one bucket."""
 
+    index: int
+    """Its number among all parts."""
     frame: Frame
     up_runs: Tensor
     """Where its bits stand in `Mail.sent`; only those of this rank's slice. In a hierarchical topology `in_param`
@@ -80,25 +86,34 @@ class Mail:
             geometry.append((bucket, up, down, presence))
         n, shards = layout.workers, layout.workers * layout.slices
         self._element_bits = payload.element_bits
-        self.sent = torch.zeros(n * sum(up for _, up, _, _ in geometry), dtype=torch.uint8)
+        self.one_room = payload.in_place and not alone
+        """Whether all buckets are received in the same place, so that one must be answered before the next comes."""
         self.answers = torch.zeros(shards * sum(down for _, _, down, _ in geometry), dtype=torch.uint8)
+        up_sizes = [n * up for _, up, _, _ in geometry]
+        self.sent = self.answers if payload.in_place else torch.zeros(sum(up_sizes), dtype=torch.uint8)
         # A worker without peers reads what it has "sent".
-        self._received = self.sent if alone else torch.zeros_like(self.sent)
+        room = max(up_sizes, default=0) if payload.in_place else sum(up_sizes)
+        self._received = self.sent if alone else torch.zeros(room, dtype=torch.uint8)
         self.sent_memory = memory_of(self.sent)
         self.answers_memory = memory_of(self.answers)
         self.received_memory = memory_of(self._received)
         self.frames: list[Frame] = []
         sent_at = answers_at = 0
         for bucket, up, down, presence in geometry:
-            sent = self.sent[sent_at : sent_at + n * up].view(n, up)
             answers = self.answers[answers_at : answers_at + shards * down].view(shards, down)
+            own_answers = answers[bucket.own_shards.start : bucket.own_shards.stop]
+            if payload.in_place:
+                sent_at = answers_at + bucket.own_shards.start * down
+            sent = own_answers if payload.in_place else self.sent[sent_at : sent_at + n * up].view(n, up)
+            received_at = 0 if self.one_room else sent_at
             frame = Frame(
                 bucket=bucket,
                 sent=sent,
                 answers=answers,
-                own_answers=answers[bucket.own_shards.start : bucket.own_shards.stop],
-                received=sent if alone else self._received[sent_at : sent_at + n * up].view(n, up),
+                own_answers=own_answers,
+                received=sent if alone else self._received[received_at : received_at + n * up].view(n, up),
                 sent_at=sent_at,
+                received_at=received_at,
                 answers_at=answers_at,
                 up_presence=up - WORD_BYTES * presence,
                 down_presence=down - WORD_BYTES * presence,
@@ -107,15 +122,17 @@ class Mail:
             self.frames.append(frame)
             sent_at += n * up
             answers_at += shards * down
-        self.parts = [self._parts(position, slot) for position, slot in enumerate(layout.slots)]
+        self.parts: list[list[Part]] = []
         """For every parameter, in flat order, its part of each bucket that it reaches into."""
+        for position, slot in enumerate(layout.slots):
+            self.parts.append(self._parts(position, slot, sum(map(len, self.parts))))
         self.contents: list[list[tuple[int, Part]]] = [[] for _ in self.frames]
         """For every bucket the parts that it consists of, and the positions of their parameters."""
         for position, parts in enumerate(self.parts):
             for part in parts:
                 self.contents[part.frame.bucket.index].append((position, part))
 
-    def _parts(self, position: int, slot: Slot) -> list[Part]:
+    def _parts(self, position: int, slot: Slot, first: int) -> list[Part]:
         parts: list[Part] = []
         for index, pieces in itertools.groupby(self.layout.pieces(slot), key=lambda piece: piece.bucket):
             frame = self.frames[index]
@@ -129,13 +146,14 @@ class Mail:
                 row = frame.answers_at + piece.shard * frame.answers.shape[1]
                 down.append(self._run(piece, frame.bucket, slot.start, row))
             presence = 1 << (position - frame.bucket.slots[0])
-            parts.append(Part(frame, _table(up), _table(down), presence))
+            parts.append(Part(first + len(parts), frame, _table(up), _table(down), presence))
         return parts
 
     def _run(self, piece: Piece, bucket: Bucket, start: int, row: int) -> list[int]:
         shard_start = bucket.start + piece.shard * bucket.shard_words * WORD
         byte = row + HEADER_BYTES + (piece.start - shard_start) * self._element_bits // 8
-        return [piece.start, piece.start - start, piece.stop - piece.start, byte, WORD_BYTES * bucket.shard_words]
+        count, plane_bytes = piece.stop - piece.start, WORD_BYTES * bucket.shard_words
+        return [piece.start, piece.start - start, count, byte, plane_bytes, bucket.shard_number(piece.shard)]
 
     def write_presence(self, frame: Frame, bits: int) -> None:
         """Put the presence bits of a bucket into all its packets."""
@@ -152,7 +170,7 @@ class Mail:
 
 
 def _table(runs: list[list[int]]) -> Tensor:
-    return torch.tensor(runs, dtype=torch.int64).view(-1, 5)
+    return torch.tensor(runs, dtype=torch.int64).view(-1, 6)
 
 
 def memory_of(tensor: Tensor) -> memoryview:

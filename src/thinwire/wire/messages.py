@@ -29,6 +29,11 @@ class Messages:
         # Everybody begins with somebody else, so that nobody hears from all at once.
         self._others = [(own + i) % size for i in range(1, size)]
 
+    @property
+    def connected(self) -> bool:
+        """Whether there is anybody to send to."""
+        return self._group is not None
+
     def receive(self, rows: Tensor, tag: int) -> Pending:
         """Expect a row from every other member."""
         return [] if self._group is None else [_started(self._group.recv([rows[i]], i, tag)) for i in self._others]

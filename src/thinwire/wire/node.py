@@ -59,7 +59,7 @@ class Node:
         kernels: Kernels,
         meter: Meter,
     ) -> None:
-        self._mail = mail
+        self._layout = mail.layout
         self._ranks = topology.node_ranks()
         self._own = topology.own_slice
         self._messages = Messages(group, self._own, len(self._ranks))
@@ -93,7 +93,7 @@ class Node:
 
     def stage(self, position: int, bucket: Bucket, grad: Tensor | None, scale: float) -> None:
         """Take in a part of a parameter's gradient times `scale`; zeros for none."""
-        slot = self._mail.layout.slots[position]
+        slot = self._layout.slots[position]
         values = self._rows[bucket.index].values
         for row, (start, stop) in enumerate(_overlaps(slot, bucket)):
             if start < stop:
@@ -110,7 +110,7 @@ class Node:
     def scatter(self, job: Job, presence: int) -> int:
         """Give every rank of the node its slice of a bucket; the presence bits of all of them together."""
         rows = self._rows[job.frame.bucket.index]
-        header = job.header(rows.staged, self._mail.layout, self._ranks[self._own])
+        header = job.header(rows.staged, self._layout, self._ranks[self._own])
         size = rows.staged.shape[1]
         data = presence.to_bytes(rows.presence_bytes, "little")
         for row in range(len(self._ranks)):
@@ -127,7 +127,7 @@ class Node:
         for row, sender in enumerate(self._ranks):
             at = row * size
             try:
-                job.flags |= job.header(rows.received, self._mail.layout, sender).check(self._received_memory, at)
+                job.flags |= job.header(rows.received, self._layout, sender).check(self._received_memory, at)
             except RuntimeError as error:
                 job.refuse(error)
             at += packet.HEADER_BYTES

@@ -62,6 +62,10 @@ class Topology:
         """The ranks of this rank's node."""
         return list(self.nodes[self.node])
 
+    def within_node(self) -> Topology:
+        """The same as seen by a node that keeps to itself: it answers for all shards."""
+        return Topology((self.nodes[self.node],) * self.workers, self.node, self.own_slice, self.source, self.complaint)
+
     def __str__(self) -> str:
         if self.slices == 1:
             return "flat"

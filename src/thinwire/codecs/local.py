@@ -1,0 +1,53 @@
+"""For steps that a worker takes on its own: what a momentum says stays inside the node."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs.dense import Dense
+from thinwire.codecs.sign import MOMENTUM, NOTHING
+from thinwire.wire.mail import Frame, Mail, Part, Payload
+
+
+class Alone:
+    """A worker of one rank: packets carry nothing, and the momentum is read where it stands.
+
+    Args:
+        m: the momentum, of the whole flat space.
+    """
+
+    payload = Payload(up_words=lambda _: 0, down_words=lambda _: 0, element_bits=0, in_place=True)
+    packets: Tensor | None = None
+    output = NOTHING
+
+    def __init__(self, m: Tensor) -> None:
+        self._values = m.view(torch.uint8)
+
+    def learn(self, mail: Mail) -> None:
+        """See `Codec`."""
+        self._runs: list[Tensor] = []
+        for part in (part for parts in mail.parts for part in parts):
+            runs = part.down_runs.clone()
+            runs[:, 3] = torch.float32.itemsize * runs[:, 0]
+            self._runs.append(runs)
+
+    def seal(self, frame: Frame) -> None:
+        """See `Codec`."""
+
+    def merge(self, frame: Frame, shard: int) -> None:
+        """See `Codec`."""
+
+    def momentum(self, part: Part) -> tuple[Tensor, Tensor]:
+        """Runs, and the memory in which they find a part's momentum."""
+        return self._runs[part.index], self._values
+
+
+class AmongNode(Dense):
+    """A worker of several ranks: each tells the others the momentum of its slice."""
+
+    output = MOMENTUM
+
+    def momentum(self, part: Part) -> tuple[Tensor, Tensor]:
+        """Runs, and the memory in which they find a part's momentum."""
+        return part.down_runs, self.packets

@@ -1,0 +1,173 @@
+"""What the optimizers have in common that begin, or go all the way, with exact averages of gradients."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.optimizer import ParamsT
+
+from thinwire.codecs import Codec
+from thinwire.codecs.dense import Dense
+from thinwire.codecs.sign import ScaledSign
+from thinwire.optimizers._base import WireOptimizer
+from thinwire.optimizers._state import State
+from thinwire.wire.buckets import Layout
+from thinwire.wire.mail import Part
+from thinwire.wire.topology import Choice
+
+DENSE = "dense"
+SIGNS = "signs"
+
+
+class AdamFamily(WireOptimizer):
+    """Keeps Adam's `m` and `v`, the same on all ranks, and can exchange gradients as they are."""
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        *,
+        maximize: bool,
+        process_group: dist.ProcessGroup | None,
+        topology: Choice,
+        mesh: DeviceMesh | None,
+        node_dtype: torch.dtype,
+        bucket_mb: float | None,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(
+            params,
+            defaults,
+            process_group=process_group,
+            topology=topology,
+            mesh=mesh,
+            node_dtype=node_dtype,
+            bucket_mb=bucket_mb,
+        )
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        if not 0 <= float(group["lr"]) < math.inf:
+            raise ValueError(f"lr={group['lr']!r}: expected a number >= 0")
+        betas = group["betas"]
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas={betas!r}: expected two numbers in [0, 1)")
+        if not 0 < group["eps"] < math.inf:
+            raise ValueError(f"eps={group['eps']!r}: expected a number > 0")
+        if not 0 <= group["weight_decay"] < math.inf:
+            raise ValueError(f"weight_decay={group['weight_decay']!r}: expected a number >= 0")
+
+    def _settings(self) -> dict[str, Any]:
+        # Scales belong to shards of buckets: other buckets would be another run.
+        return {"bucket_mb": self._bucket_mb}
+
+    def _declare(self, layout: Layout) -> tuple[dict[str, Codec], State]:
+        self._m = torch.zeros(layout.size)
+        self._v = torch.zeros(layout.size)
+        self._updates = torch.zeros(len(layout.slots), dtype=torch.int64)
+        """How often each parameter has been updated, for bias correction."""
+        self._dense = Dense(self._kernels)
+        state = State(whole={"m": self._m, "v": self._v}, layers={"updates": self._updates})
+        return {DENSE: self._dense}, state
+
+    def _local(self, position: int, part: Part, grad: Tensor | None, group: dict[str, Any], scale: float) -> bool:
+        return self._dense.encode(part, grad, signed(scale, group))
+
+    def _apply_gradient(
+        self,
+        part: Part,
+        x: Tensor,
+        low: Tensor | None,
+        group: dict[str, Any],
+        variance_updates: int,
+        signs: ScaledSign | None,
+        *,
+        rate: float,
+        decay: float,
+    ) -> float:
+        """AdamW by the answer: the mean gradient, or where it came as `signs` without an update of the variance.
+
+        Returns:
+            The sum of the part's variance.
+        """
+        beta1, beta2 = group["betas"]
+        return self._kernels.adam_apply(
+            part.down_runs,
+            x,
+            low,
+            self._m,
+            self._v,
+            self._channel.mail.answers if signs is None else signs.answer,
+            None if signs is None else signs.answer_scales,
+            beta1=beta1,
+            beta2=beta2,
+            eps=group["eps"],
+            rate=rate,
+            correction=root_correction(beta2, variance_updates),
+            decay=decay,
+            update_variance=signs is None,
+        )
+
+    def _count_update(self, position: int) -> int:
+        self._updates[position] += 1
+        return int(self._updates[position])
+
+    def _freeze_variance(self, updates: Tensor) -> None:
+        """Turn every `v` into what it multiplies steps by from now on, 1/(√v̂ + ε), and 0 where it is 0.
+
+        Args:
+            updates: how often the variance of each parameter has been updated.
+        """
+        for position, slot in enumerate(self._layout.slots):
+            group = self._group_of(position)
+            correction = root_correction(group["betas"][1], int(updates[position]))
+            # A stretch at a time: what is allocated on the way is small.
+            for v in self._v[slot.start : slot.start + slot.numel].split(_STRETCH):
+                never = v == 0
+                v.sqrt_().mul_(correction).add_(group["eps"]).reciprocal_().masked_fill_(never, 0.0)
+
+
+_STRETCH = 1 << 18
+
+
+def check_error_dtype(dtype: torch.dtype) -> None:
+    """Refuse what error memories cannot be.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"error_dtype={dtype!r}: expected torch.float32 or torch.bfloat16")
+
+
+def keep_signs(state: State, signs: ScaledSign) -> None:
+    """Add to a state what scaled signs remember."""
+    state.own["sent"] = signs.sent
+    state.owned["answered"] = signs.answered
+    state.words["answer"] = signs.answer
+    state.shards.update(sent_scale=signs.sent_scales, answer_scale=signs.answer_scales)
+    if signs.answer_before is not None and signs.answer_scales_before is not None:
+        state.words["answer_before"] = signs.answer_before
+        state.shards["answer_scale_before"] = signs.answer_scales_before
+
+
+def signed(scale: float, group: dict[str, Any]) -> float:
+    """The factor of a gradient: negative to ascend."""
+    return -scale if group["maximize"] else scale
+
+
+def correction(beta: float, updates: int) -> float:
+    """What an average that began at zero is multiplied by after so many updates."""
+    return 1.0 / (1.0 - beta**updates) if updates else 1.0
+
+
+def root_correction(beta: float, updates: int) -> float:
+    """The same for the root of an average."""
+    return math.sqrt(correction(beta, updates))

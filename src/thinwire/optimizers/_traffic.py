@@ -1,0 +1,189 @@
+"""What becomes of a bucket once its gradients are in: it is sent, answered and collected, each on a lane of its own.
+
+A *channel* is one way for buckets to travel: a codec, the packets, and who exchanges them. An optimizer may have
+several, such as dense ones for its warm-up and signs afterwards; a step uses one of them, the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire.codecs import Codec
+from thinwire.kernels.ops import Kernels
+from thinwire.metrics import Meter
+from thinwire.wire.buckets import Layout
+from thinwire.wire.exchange import Exchange, Job
+from thinwire.wire.lane import Failure, Lane
+from thinwire.wire.mail import Frame, Mail, Part
+from thinwire.wire.node import Node
+from thinwire.wire.topology import Topology
+
+
+class Channel:
+    """One way for buckets to travel.
+
+    Args:
+        codec: what packets carry.
+        layout: the flat space.
+        topology: who takes part.
+        local: whether packets stay inside the node.
+    """
+
+    def __init__(self, codec: Codec, layout: Layout, topology: Topology, *, local: bool = False) -> None:
+        self.codec = codec
+        self._layout = layout
+        self._topology = topology.within_node() if local else topology
+        self._local = local
+        self._exchange: Exchange | None = None
+        self.restore()
+
+    def restore(self) -> None:
+        """Have memory for the packets."""
+        alone = self._local or self._topology.workers == 1
+        self.mail = Mail(self._layout, self.codec.payload, alone=alone)
+        self.codec.learn(self.mail)
+        self.released = False
+
+    def release(self) -> None:
+        """Give the memory of the packets back, until `restore`."""
+        if self.released:
+            return
+        empty = Layout([], self._layout.workers, 1, slices=self._layout.slices)
+        self.mail = Mail(empty, self.codec.payload, alone=True)
+        self.codec.learn(self.mail)
+        self._exchange = None
+        self.released = True
+
+    def exchange(self, group: dist.ProcessGroup | None, meter: Meter) -> Exchange:
+        """Who sends and receives these packets, over a group of the ranks that work on the same slice."""
+        if self._exchange is None:
+            self._exchange = Exchange(self.mail, self._topology, None if self._local else group, meter)
+        return self._exchange
+
+
+@dataclass(frozen=True)
+class Link:
+    """Whom this rank is joined to, and by what; made once, when all ranks have agreed."""
+
+    group: dist.ProcessGroup | None
+    """The ranks that work on the same slice; None for a worker without peers."""
+    node: Node | None
+    """The other ranks of the node, in a hierarchical topology."""
+    kernels: Kernels
+    meter: Meter
+    threaded: bool
+
+
+class Presence:
+    """For every bucket, as bits, which of its parameters have a gradient.
+
+    Args:
+        buckets: how many there are.
+    """
+
+    def __init__(self, buckets: int) -> None:
+        self.now = [0] * buckets
+        """In this step."""
+        self.before = [0] * buckets
+        """In steps before it that this exchange is about too."""
+
+    def of(self, bucket: int) -> int:
+        """What packets say of a bucket."""
+        return self.now[bucket] | self.before[bucket]
+
+
+EncodeMean = Callable[[int, Part, Tensor | None], int]
+"""Applies the local rule to a part of the parameter at some position, given the node's mean gradient; returns flags."""
+
+
+class Traffic:
+    """The buckets of one exchange after another, on three lanes."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._failure = Failure()
+        # Three, so that a bucket can be sent while others wait for packets, and others again for answers.
+        self._lanes = [Lane(threaded=link.threaded, failure=self._failure) for _ in range(3)]
+        self._sending, self._answering, self._collecting = self._lanes
+        self.node = link.node
+        self._refusal: RuntimeError | None = None
+        self.flags_seen = 0
+        """What any rank has raised in the exchange under way or just over."""
+
+    def begin(self, channel: Channel) -> None:
+        """Be ready for all packets of an exchange."""
+        self._channel = channel
+        self._exchange = channel.exchange(self._link.group, self._link.meter)
+        self._refusal = None
+        self.flags_seen = 0
+        self._sending.submit(self._exchange.listen)
+
+    def submit(self, job: Job, presence: Presence, encode_mean: EncodeMean | None, *, gradients: bool) -> None:
+        """Send a bucket on its way.
+
+        Args:
+            job: the bucket, and what its headers say.
+            presence: which parameters take part; in a hierarchical topology it comes to include those of the node.
+            encode_mean: in a hierarchical topology, where the gradients of a node are averaged before they are encoded.
+            gradients: whether there are any; else the state is encoded as it is.
+        """
+        send = functools.partial(self._send, job, presence)
+        if self.node is not None:
+            assert encode_mean is not None
+            send = functools.partial(self._send_as_node, self.node, job, presence, encode_mean, gradients)
+        self._sending.submit(send)
+
+    def _send_as_node(
+        self, node: Node, job: Job, presence: Presence, encode_mean: EncodeMean, gradients: bool
+    ) -> None:
+        bucket = job.frame.bucket.index
+        if gradients:
+            presence.now[bucket] = node.scatter(job, presence.now[bucket])
+        for position, part in self._channel.mail.contents[bucket]:
+            if part.up_runs.shape[0]:
+                present = gradients and presence.now[bucket] & part.presence
+                job.flags |= encode_mean(position, part, node.mean(job, part.up_runs) if present else None)
+        self._send(job, presence)
+
+    def _send(self, job: Job, presence: Presence) -> None:
+        self._channel.codec.seal(job.frame)
+        self._channel.mail.write_presence(job.frame, presence.of(job.frame.bucket.index))
+        self._exchange.send(job)
+        self._answering.submit(functools.partial(self._answer, job))
+
+    def _answer(self, job: Job) -> None:
+        self._exchange.answer(job, self._merge)
+        self._collecting.submit(functools.partial(self._collect, job))
+
+    def _merge(self, frame: Frame, shard: int) -> None:
+        self._channel.codec.merge(frame, shard)
+        self._link.kernels.any_of(
+            frame.received, frame.up_presence, frame.presence_words, frame.answers[shard], frame.down_presence
+        )
+
+    def _collect(self, job: Job) -> None:
+        self._exchange.collect(job)
+        if self.node is not None:
+            self.node.share(job)
+        try:
+            self.flags_seen |= self._exchange.conclude(job)
+        except RuntimeError as refusal:
+            # Not raised here, where it would stop the lanes: other ranks count on the packets that are under way.
+            self._refusal = self._refusal or refusal
+
+    def drain(self) -> None:
+        """Wait for what the lanes are at, so that nobody changes what they read.
+
+        Raises:
+            RuntimeError: when an exchange has failed.
+        """
+        for lane in self._lanes:
+            lane.drain()
+        if self._refusal is not None:
+            self._failure.note(self._refusal)
+        self._failure.check()

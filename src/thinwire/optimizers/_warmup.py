@@ -1,0 +1,116 @@
+"""When the dense warm-up of an optimizer ends: after so many steps, or when the variance has settled.
+
+Everything that the decision needs is in one small tensor, which is saved with the optimizer's state; as it is computed
+from values that are the same on all ranks, so is the decision.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+_LOG = logging.getLogger("thinwire")
+
+Length = int | Literal["auto"]
+"""So many steps, or as many as it takes."""
+
+STABLE = 0.96
+"""The variance has settled when it is at least this much of what it was one window ago."""
+_CHECKS = 16
+"""How often in a window one looks."""
+
+
+def check(warmup_steps: Length, total_steps: int | None, beta2: float) -> None:
+    """Refuse lengths that make no sense, and warn of those that leave nothing to save.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    window = window_of(beta2)
+    if warmup_steps != "auto":
+        if isinstance(warmup_steps, bool) or not isinstance(warmup_steps, int) or warmup_steps < 1:
+            raise ValueError(f"warmup_steps={warmup_steps!r}: expected 'auto' or a positive number of steps")
+        if warmup_steps < window:
+            raise ValueError(
+                f"warmup_steps={warmup_steps}: the variance would be frozen before one window of it, 1/(1 - beta2) = "
+                f"{window} steps, has passed. Expected at least {window}, or a smaller beta2 than {beta2}"
+            )
+    if total_steps is None:
+        return
+    if isinstance(total_steps, bool) or not isinstance(total_steps, int) or total_steps < 1:
+        raise ValueError(f"total_steps={total_steps!r}: expected a positive number of steps, or None")
+    first = 2 * window if warmup_steps == "auto" else warmup_steps
+    if first >= total_steps:
+        warnings.warn(
+            f"warmup_steps={warmup_steps!r} with total_steps={total_steps}: the warm-up takes at least {first} steps, "
+            "so that the whole run is going to be dense and sends as much as DDP does. A smaller beta2 settles "
+            "sooner, or use thinwire.Birder, which needs no warm-up",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+
+def window_of(beta2: float) -> int:
+    """How many steps the variance looks back."""
+    return max(1, round(1.0 / (1.0 - beta2)))
+
+
+class Warmup:
+    """Decides at the end of every step whether it was the last one of the warm-up.
+
+    Args:
+        length: of the warm-up in steps, or "auto".
+        beta2: of the variance, the largest of all groups.
+        groups: how many parameter groups there are.
+    """
+
+    def __init__(self, length: Length, beta2: float, groups: int) -> None:
+        self._length = length
+        self._beta2 = beta2
+        self._every = math.ceil(window_of(beta2) / _CHECKS)
+        # The step at which it ended (0: not yet), the sums of the variance at the last looks, the last learning rates.
+        self.memory = torch.zeros(1 + _CHECKS + groups, dtype=torch.float64)
+        self._sums = self.memory[1 : 1 + _CHECKS]
+        self._rates = self.memory[1 + _CHECKS :]
+
+    @property
+    def ended_at(self) -> int:
+        """The last step of the warm-up; 0 while it lasts."""
+        return int(self.memory[0])
+
+    def looks(self, step: int) -> bool:
+        """Whether the variance is going to be asked for at the end of this step."""
+        return self._length == "auto" and step % self._every == 0
+
+    def over(self, step: int, variance: float | None, rates: Sequence[float]) -> bool:
+        """Whether the warm-up ends with this step.
+
+        Args:
+            step: its number.
+            variance: the sum of all variances, if the step was taken; of no interest unless it `looks`.
+            rates: the learning rates of the groups in this step.
+        """
+        now = torch.tensor(rates, dtype=torch.float64)
+        rising = bool((now > self._rates).any()) and step > 1
+        self._rates.copy_(now)
+        settled = self._settled(step, variance) and not rising
+        ends = step >= self._length if isinstance(self._length, int) else settled
+        if ends:
+            self.memory[0] = step
+            _LOG.info("the warm-up has ended with step %d: from now on signs are exchanged", step)
+        return ends
+
+    def _settled(self, step: int, variance: float | None) -> bool:
+        if not self.looks(step):
+            return False
+        look = step // self._every
+        before = float(self._sums[look % _CHECKS])  # written one window ago; 0 if that step was skipped
+        # Without its bias, which alone would let the variance grow in the first windows, whatever the gradients do.
+        now = 0.0 if variance is None else variance / (1.0 - self._beta2**step)
+        self._sums[look % _CHECKS] = now
+        return look > _CHECKS and before > 0 and now >= STABLE * before

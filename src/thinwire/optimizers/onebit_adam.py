@@ -1,0 +1,136 @@
+"""1-bit Adam: Adam until its variance has settled, then momentum by signs, scales and error feedback.
+
+Hanlin Tang, Shaoduo Gan, Ammar Ahmad Awan, Samyam Rajbhandari, Conglong Li, Xiangru Lian, Ji Liu, Ce Zhang, Yuxiong He:
+"1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed". ICML 2021.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.optimizer import ParamsT
+
+from thinwire.optimizers._adam import correction, signed
+from thinwire.optimizers._frozen import FrozenVariance
+from thinwire.optimizers._warmup import Length
+from thinwire.wire.mail import Part
+from thinwire.wire.topology import Choice
+
+
+class OneBitAdam(FrozenVariance):
+    r"""1-bit Adam (Tang et al., ICML 2021): dense AdamW first, then one bit a parameter with error feedback.
+
+    Warm-up is AdamW on the exact mean gradient. When it ends the variance is frozen as v̂, and with the momentum m that
+    all workers share, worker i sends the scaled sign C(y) = ‖y‖₂/√len · sign(y) of::
+
+        m ← C( mean_i C(β1 m + (1-β1) g_i + e_i) + ē )        x ← (1 - lr·λ) x - lr · m̂ / (√v̂ + ε)
+
+    where e_i and ē are what the two compressions, at the worker and at the owner of a shard, have not said so far.
+    There is one scale for each shard of a bucket.
+
+    Example::
+
+        model = DDP(net)
+        opt = thinwire.OneBitAdam(model.parameters(), lr=1e-3, betas=(0.9, 0.99), warmup_steps=1500)
+        thinwire.attach(model, opt)
+        ...
+        loss.backward(); opt.step(); opt.zero_grad()
+
+    Args:
+        params: parameters or groups of them, as in torch.optim. Groups may have their own `lr`, `betas`, `eps`,
+            `weight_decay` and `maximize`.
+        lr: step size, AdamW's.
+        betas: decay of the momentum and of the variance. The variance looks back 1/(1-β2) steps, and the warm-up has at
+            least as many: a smaller β2 than AdamW's 0.999 makes it short.
+        eps: added to √v̂, as in AdamW.
+        weight_decay: decoupled decay λ, as in AdamW.
+        warmup_steps: how many steps are dense; a tenth to a fifth of the run is common. "auto": until the sum of the
+            variance is at least 0.96 of what it was 1/(1-β2) steps before, and no learning rate rises. It is looked at
+            16 times in that many steps, and logged (logger "thinwire") when it happens.
+        total_steps: the length of the run, if you know it: you are warned if the warm-up is going to take all of it.
+        maximize: ascend instead of descend.
+        error_dtype: of the two error memories. torch.bfloat16 halves them.
+        process_group: the ranks that train together; the default group if None.
+        topology: "flat", "hierarchical" or "auto", as in `thinwire.Birder`. In a hierarchical one the node is the
+            worker: a rank keeps the error memory of its slice only.
+        mesh: a two-dimensional DeviceMesh of the same ranks, a row a node, where LOCAL_WORLD_SIZE does not tell.
+        node_dtype: of gradients on the link inside a node: torch.float32, or torch.bfloat16 for half the bytes.
+        bucket_mb: size of an exchange, in megabytes of fp32 gradient; if None a quarter of the model, within 4 to 32.
+            Scales belong to shards of buckets, so results depend on it.
+
+    When not to use it:
+        When gradients change their size a lot after the warm-up (a new task, a jump of the learning rate): the frozen
+        variance does not follow. For short runs, whose warm-up is most of them: use `thinwire.Birder`. Watch the loss
+        in the steps after the switch; if it rises, freeze later or lower the learning rate.
+
+    Gradient clipping:
+        Under `attach` gradients are on their way before `clip_grad_norm_` sees them, so that it has no effect. Without,
+        it scales a worker's own gradient before it is averaged, another factor on each rank.
+
+    Differences from the paper:
+        * Bias correction as in Adam, of the momentum throughout, of the variance up to the freeze.
+        * A scale a shard of a bucket instead of one a model, and decoupled weight decay.
+        * A coordinate that has never had a gradient (v = 0) neither moves nor decays, during warm-up and after it.
+        * After the switch a parameter without a gradient on a worker counts as one with zeros there; one without a
+          gradient on all workers does not move, while its momentum decays.
+        * The momentum takes part in a step that is skipped for a gradient that is not finite; parameters do not.
+        * In a hierarchical topology of a single node nothing is compressed and the warm-up never ends: it is AdamW.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        *,
+        warmup_steps: Length = "auto",
+        total_steps: int | None = None,
+        maximize: bool = False,
+        error_dtype: torch.dtype = torch.float32,
+        process_group: dist.ProcessGroup | None = None,
+        topology: Choice = "auto",
+        mesh: DeviceMesh | None = None,
+        node_dtype: torch.dtype = torch.float32,
+        bucket_mb: float | None = None,
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            warmup_steps=warmup_steps,
+            total_steps=total_steps,
+            maximize=maximize,
+            error_dtype=error_dtype,
+            process_group=process_group,
+            topology=topology,
+            mesh=mesh,
+            node_dtype=node_dtype,
+            bucket_mb=bucket_mb,
+        )
+
+    def _local(self, position: int, part: Part, grad: Tensor | None, group: dict[str, Any], scale: float) -> bool:
+        if not self._compressing:
+            return super()._local(position, part, grad, group, scale)
+        beta = group["betas"][0]
+        return self._signs.encode(part, grad, beta=beta, weight=1.0 - beta, scale=signed(scale, group))
+
+    def _apply(
+        self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None, group: dict[str, Any]
+    ) -> None:
+        lr = float(group["lr"])
+        updates = self._count_update(position)
+        move = {"rate": lr * correction(group["betas"][0], updates), "decay": 1.0 - lr * group["weight_decay"]}
+        for part in parts:
+            if self._compressing:
+                self._apply_signs(part, x, low, **move)
+            else:
+                self._variance += self._apply_gradient(part, x, low, group, updates, None, **move)

@@ -1,0 +1,373 @@
+"""0/1 Adam: ever rarer updates of the variance, 1-bit gradients between them, and then local steps.
+
+Yucheng Lu, Conglong Li, Minjia Zhang, Christopher De Sa, Yuxiong He: "Maximizing Communication Efficiency for
+Large-scale Training via 0/1 Adam". ICLR 2023.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.optimizer import ParamsT
+
+from thinwire.codecs import Codec, sign
+from thinwire.codecs.local import Alone, AmongNode
+from thinwire.codecs.sign import ScaledSign
+from thinwire.optimizers._adam import (
+    DENSE,
+    SIGNS,
+    AdamFamily,
+    check_error_dtype,
+    correction,
+    keep_signs,
+    signed,
+)
+from thinwire.optimizers._base import LOCAL
+from thinwire.optimizers._intervals import synchronises, variance_steps
+from thinwire.optimizers._state import State
+from thinwire.wire import packet
+from thinwire.wire.buckets import Layout
+from thinwire.wire.mail import Part
+from thinwire.wire.topology import Choice
+
+
+class ZeroOneAdam(AdamFamily):
+    r"""0/1 Adam (Lu et al., ICLR 2023): between zero and one bit a parameter and step.
+
+    Up to `var_freeze_step` steps are of two kinds. Variance steps, ever further apart, are AdamW's on the exact mean
+    gradient. In the others gradients travel as scaled signs C(y) = ‖y‖₂/√len · sign(y) with error feedback, and update
+    the momentum only::
+
+        m ← β1 m + (1-β1) C( mean_i C(g_i + e_i) + ē )        x ← (1 - lr·λ) x - lr · m̂ / (√v̂ + ε)
+
+    After that every worker takes local steps with its own momentum, whose sum u_i it exchanges ever more rarely, in
+    scaled signs; then all go back to where they last agreed and take the same step instead::
+
+        m_i ← β1 m_i + (1-β1) g_i      u_i ← u_i + α m_i      x_i ← (1 - lr·λ) x_i - α m_i / (√v̂ + ε)
+        u ← C( mean_i C(u_i + e_i) + ē )      m_i ← u / Σα      x_i ← Π(1 - lr·λ) x_then - u / (√v̂ + ε)
+
+    Between two synchronisations replicas differ on purpose; after one they are equal to the bit. Call `synchronize()`
+    before you evaluate or save a model; `is_synchronized` tells.
+
+    Example::
+
+        model = DDP(net)
+        opt = thinwire.ZeroOneAdam(model.parameters(), lr=1e-3, var_freeze_step=1000, local_step_scaler=1000)
+        thinwire.attach(model, opt)
+        ...
+        loss.backward(); opt.step(); opt.zero_grad()
+        ...
+        opt.synchronize()          # on all ranks, before evaluating or saving
+
+    Args:
+        params: parameters or groups of them, as in torch.optim. Groups may have their own `lr`, `betas`, `eps`,
+            `weight_decay` and `maximize`.
+        lr: step size, AdamW's.
+        betas: decay of the momentum and of the variance; the latter counts variance steps.
+        eps: added to √v̂, as in AdamW.
+        weight_decay: decoupled decay λ, as in AdamW. It never gets into the momentum.
+        var_freeze_step: the last step that may update the variance, and the last before local steps.
+        var_update_scaler: so many variance steps follow each other, then as many two steps apart, four apart, and so
+            on.
+        local_step_scaler: the interval between synchronisations doubles every so many steps after `var_freeze_step`.
+        local_step_clipper: the longest interval.
+        maximize: ascend instead of descend.
+        error_dtype: of the two error memories, of which the worker's also holds u_i. torch.bfloat16 halves them.
+        process_group: the ranks that train together; the default group if None.
+        topology: "flat", "hierarchical" or "auto", as in `thinwire.Birder`. In a hierarchical one the node is the
+            worker: its ranks average over their link at every step, and differ from other nodes only.
+        mesh: a two-dimensional DeviceMesh of the same ranks, a row a node, where LOCAL_WORLD_SIZE does not tell.
+        node_dtype: of gradients on the link inside a node: torch.float32, or torch.bfloat16 for half the bytes.
+        bucket_mb: size of an exchange, in megabytes of fp32 gradient; if None a quarter of the model, within 4 to 32.
+            Scales belong to shards of buckets, so results depend on it.
+
+    When not to use it:
+        When replicas must be equal at every step: batch-norm statistics, evaluation or sampling in the training loop
+        see one worker's weights. When workers' data differ in kind, local steps drift apart: keep `local_step_clipper`
+        small, 1 for none. For short runs, most of which are variance steps, use `thinwire.Birder`.
+
+    Gradient clipping:
+        Under `attach` gradients are on their way before `clip_grad_norm_` sees them, so that it has no effect. Without,
+        it scales a worker's own gradient, another factor on each rank.
+
+    Differences from the paper:
+        * Bias correction as in Adam: of the variance by the number of its updates, up to the freeze, of the momentum
+          throughout; decoupled weight decay.
+        * What has been applied is not subtracted again, which would leave roundings behind: replicas return to a copy
+          of where they last agreed. The decay since then is that of the copy.
+        * The sum of steps is kept before the division by √v̂ + ε, and together with the error.
+        * A scale a shard of a bucket. A coordinate without any gradient up to the freeze (v = 0) stays where it is.
+        * A gradient that is not finite: before the freeze all workers skip the step. After it a worker alone skips its
+          local step; a synchronising step is skipped by all if no local steps came before it, else taken without
+          the elements that are not finite.
+        * In a hierarchical topology of a single node nothing is compressed, and every step is AdamW's.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        *,
+        var_freeze_step: int = 1000,
+        var_update_scaler: int = 16,
+        local_step_scaler: int = 1000,
+        local_step_clipper: int = 16,
+        maximize: bool = False,
+        error_dtype: torch.dtype = torch.float32,
+        process_group: dist.ProcessGroup | None = None,
+        topology: Choice = "auto",
+        mesh: DeviceMesh | None = None,
+        node_dtype: torch.dtype = torch.float32,
+        bucket_mb: float | None = None,
+    ) -> None:
+        schedule = {
+            "var_freeze_step": var_freeze_step,
+            "var_update_scaler": var_update_scaler,
+            "local_step_scaler": local_step_scaler,
+            "local_step_clipper": local_step_clipper,
+        }
+        for name, value in schedule.items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r}: expected a positive number of steps")
+        if var_freeze_step < var_update_scaler:
+            raise ValueError(
+                f"var_freeze_step={var_freeze_step}: the variance would be frozen before the first "
+                f"var_update_scaler={var_update_scaler} updates of it. Expected at least {var_update_scaler}"
+            )
+        check_error_dtype(error_dtype)
+        self._schedule = schedule
+        self._var_freeze_step = var_freeze_step
+        self._local_steps = (local_step_scaler, local_step_clipper)
+        self._variance_steps = variance_steps(var_update_scaler, var_freeze_step)
+        self._error_dtype = error_dtype
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            maximize=maximize,
+            process_group=process_group,
+            topology=topology,
+            mesh=mesh,
+            node_dtype=node_dtype,
+            bucket_mb=bucket_mb,
+        )
+
+    @property
+    def is_synchronized(self) -> bool:
+        """Whether all replicas are equal: no local step has been taken since they last were."""
+        return not self._local_count
+
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        """Make all replicas equal now. To be called on all ranks, after `step()`; does nothing if they are equal.
+
+        Raises:
+            RuntimeError: between backward and `step()`, when gradients are on their way already.
+        """
+        if any(self._encoded):
+            raise RuntimeError("synchronize() between backward and step(): call it after step(), on all ranks")
+        if self.is_synchronized:
+            return
+        self._prepare()
+        self._presence.before = self._presence_since()
+        self._exchange_again(SIGNS)
+        self._signs.adopt()
+        self._apply_all()
+        self._forget_local_steps()
+        self._begin_step()
+
+    # What a paper says -----------------------------------------------------------------------------------------------
+
+    def _settings(self) -> dict[str, Any]:
+        return {**super()._settings(), **self._schedule, "error_dtype": str(self._error_dtype)}
+
+    def _declare(self, layout: Layout) -> tuple[dict[str, Codec], State]:
+        codecs, state = super()._declare(layout)
+        self._variance_updates = torch.zeros(len(layout.slots), dtype=torch.int64)
+        state.layers["variance_updates"] = self._variance_updates
+        if not self._topology.compresses:
+            return codecs, state
+        self._signs = ScaledSign(layout, self._topology.node, self._kernels, self._error_dtype)
+        keep_signs(state, self._signs)
+        self._anchor = torch.zeros(layout.size)
+        """Where replicas were equal, of parameters that have moved since."""
+        self._touched = torch.zeros(len(layout.slots), dtype=torch.int64)
+        """Bits for each parameter: 1 if it has had a gradient since replicas were equal, 2 if it has an anchor."""
+        self._since = torch.zeros(1 + 2 * len(self.param_groups), dtype=torch.float64)
+        """Since replicas were equal: the number of local steps; for each group the sum of learning rates, and 1 minus
+        what weight decay has left (so that all of it starts from zero)."""
+        state.whole["anchor"] = self._anchor
+        state.layers["touched"] = self._touched
+        state.common["since"] = self._since
+        self._own = Alone(self._m) if layout.slices == 1 else AmongNode(self._kernels)
+        return {**codecs, SIGNS: self._signs, LOCAL: self._own}, state
+
+    @property
+    def _local_count(self) -> int:
+        return int(self._since[0]) if self._topology.compresses else 0
+
+    @property
+    def _variance_frozen(self) -> bool:
+        return self._topology.compresses and self._step_number > self._var_freeze_step
+
+    def _channel_now(self) -> str:
+        if not self._topology.compresses or self._step_number in self._variance_steps:
+            return DENSE
+        if self._variance_frozen and not synchronises(self._step_number - self._var_freeze_step, *self._local_steps):
+            return LOCAL
+        return SIGNS
+
+    def _on(self, name: str) -> bool:
+        return self._channel is self._channels.get(name)
+
+    def _begin_step(self) -> None:
+        """See `WireOptimizer._begin_step`."""
+        super()._begin_step()
+        if self._variance_frozen:
+            self._channels[DENSE].release()
+            if self._on(SIGNS):
+                self._presence.before = self._presence_since()
+
+    def _local(self, position: int, part: Part, grad: Tensor | None, group: dict[str, Any], scale: float) -> bool:
+        if self._on(DENSE):
+            return super()._local(position, part, grad, group, scale)
+        scale = signed(scale, group)
+        if not self._variance_frozen:
+            return self._signs.encode(part, grad, beta=0.0, weight=1.0, scale=scale)
+        alone = self._on(LOCAL)
+        return self._signs.encode_momentum(
+            part,
+            grad,
+            self._m,
+            beta=group["betas"][0],
+            scale=scale,
+            rate=self._rate(group),
+            packets=self._channel.mail.sent,
+            output=self._own.output if alone else sign.SIGNS,
+        )
+
+    def _rate(self, group: dict[str, Any]) -> float:
+        return float(group["lr"]) * correction(group["betas"][0], self._step_number)
+
+    def _settle(self, flags: int) -> int:
+        if self._on(SIGNS):
+            self._signs.adopt()
+        if not self._variance_frozen:
+            return flags
+        self._note_step()
+        if self._on(LOCAL):
+            self._since[0] += 1
+            self._signs.sent_scales.zero_()  # errors have been taken, there is nothing to take from them any more
+        elif not self.is_synchronized:
+            flags &= ~packet.NONFINITE
+        return flags
+
+    def _note_step(self) -> None:
+        rates, decays = self._since[1:].view(2, -1)
+        for i, group in enumerate(self.param_groups):
+            rates[i] += self._rate(group)
+            decays[i] = 1.0 - (1.0 - float(decays[i])) * _decay(group)
+        present = [self._channel.mail.read_presence(frame) for frame in self._channel.mail.frames]
+        for position, parts in enumerate(self._channel.mail.parts):
+            if parts and present[parts[0].frame.bucket.index] & parts[0].presence:
+                self._touched[position] |= _PRESENT
+
+    def _presence_since(self) -> list[int]:
+        presence = [0] * len(self._layout.buckets)
+        for parts, touched in zip(self._channels[SIGNS].mail.parts, self._touched.tolist(), strict=True):
+            if touched & _PRESENT:
+                for part in parts:
+                    presence[part.frame.bucket.index] |= part.presence
+        return presence
+
+    def _forget_local_steps(self) -> None:
+        self._since.zero_()
+        self._touched.zero_()
+
+    def _apply(
+        self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None, group: dict[str, Any]
+    ) -> None:
+        if self._on(LOCAL):
+            self._apply_local(position, parts, x, low, group)
+        elif self._variance_frozen:
+            self._apply_agreed(position, parts, x, low)
+        else:
+            self._apply_shared(position, parts, x, low, group)
+
+    def _apply_shared(
+        self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None, group: dict[str, Any]
+    ) -> None:
+        """AdamW by a gradient that all workers have: in floats, or in signs, which leave the variance alone."""
+        move = {
+            "rate": float(group["lr"]) * correction(group["betas"][0], self._count_update(position)),
+            "decay": _decay(group),
+        }
+        dense = self._on(DENSE)
+        self._variance_updates[position] += dense
+        updates = int(self._variance_updates[position])
+        for part in parts:
+            self._apply_gradient(part, x, low, group, updates, None if dense else self._signs, **move)
+
+    def _apply_local(
+        self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None, group: dict[str, Any]
+    ) -> None:
+        anchored = int(self._touched[position]) & _ANCHORED
+        anchor = None if anchored else self.state[self._flat_params[position]]["anchor"]
+        for part in parts:
+            runs, values = self._own.momentum(part)
+            self._kernels.step_apply(
+                runs, x, low, self._v, values, rate=self._rate(group), decay=_decay(group), anchor=anchor
+            )
+        self._touched[position] |= _ANCHORED
+
+    def _apply_agreed(self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None) -> None:
+        rates, decays = self._since[1:].view(2, -1)
+        group = self._group_index[position]
+        if rates[group] == 0:
+            return  # nobody has moved, and there is nothing to divide by
+        anchored = int(self._touched[position]) & _ANCHORED
+        anchor = self.state[self._flat_params[position]]["anchor"] if anchored else None
+        for part in parts:
+            self._kernels.sign_apply(
+                part.down_runs,
+                x,
+                low,
+                self._v,
+                self._signs.answer,
+                self._signs.answer_scales,
+                rate=1.0,
+                decay=1.0 - float(decays[group]),
+                anchor=anchor,
+                m=self._m,
+                momentum=1.0 / float(rates[group]),
+            )
+
+    def _end_step(self) -> None:
+        if self._variance_frozen and self._on(SIGNS):
+            self._forget_local_steps()
+        elif self._topology.compresses and self._step_number == self._var_freeze_step:
+            self._freeze_variance(self._variance_updates)
+            self._signs.forget()
+
+    def _agreed_value(self, position: int) -> Tensor:
+        p = self._flat_params[position]
+        if self._topology.compresses and int(self._touched[position]) & _ANCHORED:
+            return self.state[p]["anchor"].to(p.dtype)
+        return super()._agreed_value(position)
+
+
+_PRESENT, _ANCHORED = 1, 2
+
+
+def _decay(group: dict[str, Any]) -> float:
+    return 1.0 - float(group["lr"]) * group["weight_decay"]
