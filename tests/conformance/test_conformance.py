@@ -6,8 +6,8 @@ import dataclasses
 import io
 import math
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,21 +18,36 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from tests.distributed.common import Training, digest, run_nodes, token_loss, token_net, trained
+from tests.instruction_sets import instruction_sets
 
 
 @dataclass(frozen=True)
 class Entry:
-    name: str
-    make: Callable[..., Any]
+    optimizer: type[torch.optim.Optimizer]
     lr: float
     """A learning rate at which it learns the small classification below within 150 steps."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Such that all its stages are over, or under way, after 15 steps."""
+    dense_steps: int = 0
+    """How many of the first three steps send gradients as they are."""
+    buckets_matter: bool = False
+    """Whether results depend on the size of buckets, because scales do."""
+
+    def make(self, params: Any, **options: Any) -> Any:
+        return self.optimizer(params, **{**self.options, **options})
 
 
+WARM_UP = {"betas": (0.9, 0.9), "warmup_steps": 10}
+VARIANCE = {"betas": (0.9, 0.9), "var_freeze_step": 10, "var_update_scaler": 4, "local_step_scaler": 3, "local_step_clipper": 4}
 OPTIMIZERS = [
-    Entry("Birder", thinwire.Birder, lr=0.02),
+    Entry(thinwire.Birder, lr=0.02),
+    Entry(thinwire.OneBitAdam, 0.04, WARM_UP, dense_steps=3, buckets_matter=True),
+    Entry(thinwire.ZeroOneAdam, 0.06, VARIANCE, dense_steps=3, buckets_matter=True),
+    Entry(thinwire.Lamb, 0.05, dense_steps=3),
+    Entry(thinwire.OneBitLamb, 0.12, WARM_UP, dense_steps=3, buckets_matter=True),
 ]
 
-every_optimizer = pytest.mark.parametrize("entry", OPTIMIZERS, ids=lambda entry: entry.name)
+every_optimizer = pytest.mark.parametrize("entry", OPTIMIZERS, ids=lambda entry: entry.optimizer.__name__)
 
 
 @dataclass(frozen=True)
@@ -66,7 +81,7 @@ def each_grid(*flat: int) -> pytest.MarkDecorator:
 def test_every_public_optimizer_is_in_the_table() -> None:
     public = [getattr(thinwire, name) for name in thinwire.__all__]
     classes = {c for c in public if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)}
-    assert classes == {entry.make for entry in OPTIMIZERS}
+    assert classes == {entry.optimizer for entry in OPTIMIZERS}
 
 
 # Learning ------------------------------------------------------------------------------------------------------------
@@ -101,6 +116,7 @@ def learn(rank: int, world_size: int, entry: Entry) -> tuple[float, float, str]:
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
+    optimizer.synchronize()
     return losses[0], float(np.mean(losses[-10:])), digest(net.parameters())
 
 
@@ -137,13 +153,27 @@ def test_random_steps_of_that_size_do_not_learn_it(entry: Entry) -> None:
 @every_optimizer
 @each_grid(1, 3)
 def test_overlap_and_bucket_size_change_nothing(grid: Grid, entry: Entry) -> None:
-    plain = Training(optimizer=entry.make, options={"lr": entry.lr}, environment=grid.environment)
-    overlapped = dataclasses.replace(plain, attach=True, options={"lr": entry.lr, "bucket_mb": 0.01})
+    options = {"lr": entry.lr, "bucket_mb": 0.01}
+    overlapped = Training(entry.make, options, steps=18, environment=grid.environment, attach=True)
+    other_size = None if not entry.buckets_matter else options["bucket_mb"]
+    plain = dataclasses.replace(overlapped, attach=False, options={**options, "bucket_mb": other_size})
     world_size = grid.nodes * grid.ranks
     assert trained(world_size, plain) == trained(world_size, overlapped)
 
 
-def resume(rank: int, world_size: int, entry: Entry) -> tuple[str, str]:
+@every_optimizer
+@each_grid(3)
+def test_all_kernels_give_the_same_bits(grid: Grid, entry: Entry) -> None:
+    world_size = grid.nodes * grid.ranks
+    runs = [
+        Training(entry.make, {"lr": entry.lr}, steps=18, environment={**grid.environment, **variables})
+        for variables in ({"THINWIRE_KERNELS": "reference"}, *({"THINWIRE_ISA": isa} for isa in instruction_sets()))
+    ]
+    reference, *natives = (trained(world_size, run) for run in runs)
+    assert all(native == reference for native in natives)
+
+
+def resume(rank: int, world_size: int, entry: Entry, saved_at: int) -> tuple[str, str]:
     def train(net: nn.Module, optimizer: Any, steps: range) -> str:
         for step in steps:
             token_loss(net, rank, step).backward()
@@ -153,10 +183,11 @@ def resume(rank: int, world_size: int, entry: Entry) -> tuple[str, str]:
 
     net = token_net()
     optimizer = entry.make(net.parameters(), lr=entry.lr)
-    train(net, optimizer, range(4))
+    train(net, optimizer, range(saved_at))
     checkpoint = io.BytesIO()
     torch.save((net.state_dict(), optimizer.state_dict()), checkpoint)
-    never_stopped = train(net, optimizer, range(4, 8))
+    afterwards = range(saved_at, saved_at + 10)
+    never_stopped = train(net, optimizer, afterwards)
 
     net = token_net()
     optimizer = entry.make(net.parameters(), lr=entry.lr)
@@ -164,13 +195,14 @@ def resume(rank: int, world_size: int, entry: Entry) -> tuple[str, str]:
     weights, state = torch.load(checkpoint, weights_only=True)
     net.load_state_dict(weights)
     optimizer.load_state_dict(state)
-    return never_stopped, train(net, optimizer, range(4, 8))
+    return never_stopped, train(net, optimizer, afterwards)
 
 
 @every_optimizer
 @each_grid(2)
-def test_resuming_is_exact(grid: Grid, entry: Entry) -> None:
-    for never_stopped, resumed in grid.run(resume, entry):
+@pytest.mark.parametrize("saved_at", [4, 15])
+def test_resuming_is_exact(saved_at: int, grid: Grid, entry: Entry) -> None:
+    for never_stopped, resumed in grid.run(resume, entry, saved_at):
         assert resumed == never_stopped
 
 
@@ -295,7 +327,8 @@ def test_metrics_count_what_happened(grid: Grid, entry: Entry) -> None:
         assert metrics["steps"] == 3
         assert metrics["skipped_steps"] == 0
         assert metrics["rounds"] >= 2 * 3
-        assert share / 8 * 3 < metrics["bytes_sent"] < 0.25 * share * 4 * 3
+        dense = share * 4 * entry.dense_steps
+        assert dense + share / 8 * (3 - entry.dense_steps) < metrics["bytes_sent"] < 1.1 * dense + 0.25 * share * 4 * 3
         assert metrics["bytes_received"] == metrics["bytes_sent"]
         for name in ("encode_seconds", "vote_seconds", "apply_seconds", "wire_seconds", "exposed_wait_seconds"):
             assert 0 < metrics[name] < 60, name
@@ -309,7 +342,7 @@ def test_metrics_count_what_happened(grid: Grid, entry: Entry) -> None:
 
 @every_optimizer
 def test_the_docstring_says_what_a_user_must_know(entry: Entry) -> None:
-    text = entry.make.__doc__ or ""
+    text = entry.optimizer.__doc__ or ""
     assert re.search(r"\n\n +m ← ", text), "the formula, as the paper has it, indented"
     assert re.search(r"\([^)]+, [^)]*\d{4}\)", text.splitlines()[0]), "the citation, in the first line"
     for section in ("Args:", "When not to use it:", "Differences from the paper:"):

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from tests.oracles.flat_space import WORD, Gradients, Group, lay_out
+
 MASK64 = (1 << 64) - 1
-WORD = 64
 ROLL_CALL_PERIOD = 256
 DRAW_BITS = 24
 
@@ -100,15 +101,6 @@ def drawn_worker(seed: int, step: int, workers: int, elements: np.ndarray) -> np
 
 
 @dataclass
-class Group:
-    """A parameter group. `lr` and `weight_decay` may be changed between steps, as a scheduler does."""
-
-    parameters: list[np.ndarray]
-    lr: float
-    weight_decay: float = 0.0
-
-
-@dataclass
 class Parameter:
     """A parameter where it lies in the flat space, with what every worker keeps for it (first axis: worker)."""
 
@@ -163,30 +155,19 @@ class BirderOracle:
         self.parameters = self._lay_out()
 
     def _lay_out(self) -> list[Parameter]:
-        in_group_order = [(value, group) for group in self.groups for value in group.parameters]
-        start = 0
-        reversed_parameters = []
-        for value, group in reversed(in_group_order):
-            size = int(value.size)
+        parameters = []
+        for place in lay_out(self.groups):
+            size = place.value.size
             state = (self.workers, size)
-            reversed_parameters.append(
-                Parameter(
-                    value=value.astype(np.float64),
-                    group=group,
-                    elements=np.arange(start, start + size),
-                    m=np.zeros(state),
-                    b=np.zeros(state),
-                    alive=np.zeros(size, dtype=bool),
-                )
-            )
-            start += -(-size // WORD) * WORD
-        return reversed_parameters[::-1]
+            alive = np.zeros(size, dtype=bool)
+            parameters.append(Parameter(*place, m=np.zeros(state), b=np.zeros(state), alive=alive))
+        return parameters
 
     @property
     def values(self) -> list[np.ndarray]:
         return [p.value for p in self.parameters]
 
-    def step(self, gradients: Sequence[Sequence[np.ndarray | None]]) -> Outcome:
+    def step(self, gradients: Gradients) -> Outcome:
         self.step_number += 1
         nonfinite = self._absorb(gradients)
         if not self.compressed:
@@ -207,7 +188,7 @@ class BirderOracle:
             self._hear(p, answered_hello)
         return outcome
 
-    def _step_uncompressed(self, gradients: Sequence[Sequence[np.ndarray | None]], nonfinite: bool) -> Outcome:
+    def _step_uncompressed(self, gradients: Gradients, nonfinite: bool) -> Outcome:
         """A single node: x <- (1 - lr wd) x - lr m / (b + eps), and no step where there is no signal."""
         (of_node,) = gradients
         if nonfinite:
@@ -222,7 +203,7 @@ class BirderOracle:
             outcome.moved.append(moving.reshape(p.value.shape))
         return outcome
 
-    def _absorb(self, gradients: Sequence[Sequence[np.ndarray | None]]) -> bool:
+    def _absorb(self, gradients: Gradients) -> bool:
         """Local rule. An element whose gradient is not finite keeps its m and b; the return value is the flag."""
         nonfinite = False
         for worker, of_worker in enumerate(gradients):

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+import thinwire
+from tests.harness import run_ranks
+from thinwire.cli import bench_bytes, bench_exchange
+from thinwire.cli.app import app
+from thinwire.cli.bench import _exchange_table
 
 
 def _bench(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -28,6 +39,21 @@ def test_kernels_as_json() -> None:
     assert encode["ratio"] == pytest.approx(encode["baseline_seconds"] / encode["seconds"] * traffic)
     assert rows["apply"]["bar"] == encode["bar"] == 0.9
     assert rows["vote of 8 rows to a bit, by time"]["bar"] == 1.0
+    signs = rows["sign encode, time in memcpys"]
+    assert (signs["bar"], signs["higher_is_better"], signs["bytes_per_element"]) == (2.5, False, 12.25)
+    assert signs["ratio"] == pytest.approx(signs["seconds"] / signs["baseline_seconds"])
+    for name, touched in {
+        "sign encode, bf16 memory, time in memcpys": 8.25,
+        "sign merge of 8 rows": 9.125,
+        "sign apply": 12.125,
+        "momentum encode": 20.125,
+        "1-bit LAMB, measure": 16.25,
+        "dense encode": 8,
+        "Adam apply": 28,
+        "LAMB, measure and apply": 40,
+    }.items():
+        assert rows[name]["bytes_per_element"] == touched
+        assert rows[name]["seconds"] > 0
 
 
 def test_kernels_as_a_table_and_a_file(tmp_path: Path) -> None:
@@ -46,3 +72,91 @@ def test_exchange_as_json() -> None:
     assert update["ratio"] == pytest.approx(update["baseline_value"] / update["value"])
     assert update["details"]["bytes_sent"] > 0
     assert step["baseline"] == "DDP + fused AdamW"
+
+
+def measured(rank: int, world_size: int, optimizer: str, elements: int) -> list[dict[str, Any]]:
+    said: list[Any] = []
+    bench_exchange.measure(said.append, bench_exchange.Plan(optimizer, elements, 2, 1, None, None))
+    return [asdict(message) for message in said if isinstance(message, bench_exchange.Row)]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "bytes_allowed"), [("onebit-adam", 13), ("zero-one-adam", 17), ("onebit-lamb", 21)]
+)
+def test_exchange_in_the_compressed_stage(optimizer: str, bytes_allowed: int) -> None:
+    elements = 1 << 20
+    memory, update, step = run_ranks(measured, 2, optimizer, elements)[0]
+    assert memory["bar"] == (bytes_allowed + 4 / 2) / 8
+    # What is resident of so few elements is noise, but all tensors are known, those that were never touched included.
+    assert bytes_allowed - 2 < memory["details"]["bytes_in_tensors_per_parameter"] < bytes_allowed + 10
+    assert update["bar"] is None
+    assert update["ratio"] == pytest.approx(update["baseline_value"] / update["value"])
+    # Signs and scales only: there was no dense step among those that were measured.
+    assert 1.0 < update["details"]["bytes_sent"] / (elements / 8) < 1.01
+    assert 1.0 < step["details"]["bytes_sent"] / (7_173_888 / 8) < 1.02
+
+
+def test_the_table_of_an_exchange_is_about_the_optimizer() -> None:
+    row = bench_exchange.Row("update", 0.05, "s", "AdamW", 0.1, 2.0, None, True, {"encode_seconds": 0.01})
+    console = Console(file=io.StringIO(), width=200)
+    console.print(_exchange_table("0/1 Adam", 4, [row]))
+    printed = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "0/1 Adam between 4 local ranks" in printed
+    assert "where 0/1 Adam's time went" in printed
+    assert "Birder" not in printed
+    assert "50.0 ms" in printed
+    assert "met" not in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--optimizer", "sgd"], "unknown optimizer 'sgd'; there are: birder, onebit-adam, zero-one-adam, onebit-lamb"),
+        (["--optimizer", "onebit-lamb", "--downlink", "votes"], "only birder votes: onebit-lamb has no downlink"),
+    ],
+)
+def test_bad_arguments_of_exchange(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["bench", "exchange", *arguments], env={"COLUMNS": "200", "NO_COLOR": "1"})
+    assert result.exit_code == 2
+    assert message in re.sub(r"\s+", " ", result.output)
+
+
+# Bytes over a whole run -----------------------------------------------------------------------------------------------
+
+
+def counted(rank: int, world_size: int) -> dict[str, Any]:
+    schedule = {"var_freeze_step": 4, "var_update_scaler": 2, "local_step_scaler": 4, "local_step_clipper": 2}
+    run = bench_bytes.Run("0/1 Adam", thinwire.ZeroOneAdam, schedule, steps=21, bar=0.5)
+    return asdict(bench_bytes._count(lambda _: None, run, elements=1 << 16))
+
+
+def test_bytes_of_a_run_are_those_of_its_steps() -> None:
+    row, *others = run_ranks(counted, 3)
+    assert all(other == row for other in others)
+    # Steps 1, 2 and 4 are dense, 3 and then 5 to 8 signs, and from 10 on every second, the last one by force.
+    assert (row["dense_steps"], row["silent_steps"]) == (3, 6)
+    assert row["baseline_bytes"] == pytest.approx(21 * 2 * 2 / 3 * 4 * 65536)
+    assert row["ratio"] == row["bytes_sent"] / row["baseline_bytes"]
+    assert row["ratio"] == pytest.approx((3 + (21 - 3 - 6) / 32) / 21, rel=0.02)
+
+
+def test_bars_of_whole_runs() -> None:
+    assert [(run.steps, run.bar) for run in bench_bytes.runs(10_000)] == [(1000, 0.19), (10_000, 0.02)]
+    onebit, zero_one = bench_bytes.runs(500)
+    assert (onebit.bar, zero_one.bar) == (0.19, None)
+    assert onebit.settings["warmup_steps"] == 8
+
+
+def test_bytes_as_a_table_and_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "bytes.json"
+    printed = _bench("bytes", "--ranks", "2", "--elements", "65536", "--steps", "200", "--out", str(file)).stdout
+    assert "Bytes over whole runs, 65,536 parameters, 2 local ranks" in printed
+    assert "≤ 0.19" in printed
+    rows = _results(file.read_text(encoding="utf-8"))
+    onebit = rows["1-bit Adam, 15 % warm-up"]
+    assert (onebit["steps"], onebit["dense_steps"], onebit["silent_steps"]) == (20, 3, 0)
+    assert onebit["ratio"] == pytest.approx(0.15 + 0.85 / 32, rel=0.02)
+    zero_one = rows["0/1 Adam"]
+    # 16 steps in a row, 16 two apart, 16 four apart, and those eight apart up to 200.
+    assert (zero_one["steps"], zero_one["dense_steps"]) == (200, 16 + 16 + 16 + 11)
+    assert zero_one["bar"] is None

@@ -10,6 +10,7 @@ import subprocess
 import sysconfig
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from typer.testing import CliRunner
 
 from tests.harness import run_ranks
 from thinwire.cli.app import app
+from thinwire.cli.stages import LOCAL_CYCLE
 from thinwire.cli.step.conductor import SECONDS_TO_START, Conductor, Progress
 from thinwire.cli.step.methods import (
     CANNOT_RUN,
@@ -35,6 +37,8 @@ from thinwire.cli.step.methods import (
 from thinwire.cli.step.models import MODELS, parameter_count, parameter_shapes
 from thinwire.cli.step.ranks import Ranks, TurnError
 from thinwire.cli.step.results import Plan, Results
+from thinwire.cli.step.worker import WARM_UP_STEPS
+from thinwire.optimizers._base import WireOptimizer
 from thinwire.testbed import Testbed, TestbedUnavailable
 
 SCRIPT = Path(sysconfig.get_path("scripts"), "thinwire")
@@ -88,6 +92,12 @@ def test_models_train_on_the_same_random_data_every_time(name: str) -> None:
         ("birder-votes", Cluster(3, 1), (1 + 2) * 2 / 3),
         ("birder-hierarchical", Cluster(2, 2), 2 * 1 / 2),
         ("birder-hierarchical", Cluster(4, 8), 2 * 3 / 4),
+        ("onebit-adam", Cluster(4, 1), 2 * 3 / 4),
+        ("onebit-adam", Cluster(2, 2), 2 * 2 * 2 / 4),
+        ("onebit-adam-warmup", Cluster(4, 1), 2 * 3 / 4 * 32),  # as much as a ring of four
+        ("zero-one-adam", Cluster(4, 1), 2 * 3 / 4),
+        ("zero-one-adam-local", Cluster(4, 1), 2 * 3 / 4 / 16),
+        ("onebit-lamb", Cluster(4, 1), 2 * 3 / 4),
         ("local", Cluster(4, 1), 0),
         ("ddp-adamw", Cluster(1, 4), 0),
         ("birder", Cluster(1, 4), 0),
@@ -114,6 +124,39 @@ def test_theoretical_bytes_of_powersgd_are_those_of_the_hook() -> None:
     shapes = [torch.Size(shape) for shape in sent["shapes"]]
     assert sent["elements"] < sum(shape.numel() for shape in shapes) / 2
     assert METHODS["powersgd"].theory(Cluster(2, 1), shapes) == 4 * sent["elements"]
+
+
+def sent_a_step(rank: int, world_size: int, method: str) -> list[int]:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(256, 256, bias=False))
+    optimizer = METHODS[method].prepare(model)
+    assert isinstance(optimizer, WireOptimizer)
+    sent = [0]
+    for _ in range(WARM_UP_STEPS + 1 + 2 * LOCAL_CYCLE):
+        model(torch.randn(1, 256)).square().mean().backward()
+        optimizer.step()
+        sent.append(optimizer.metrics().bytes_sent)
+    return [after - before for before, after in pairwise(sent)]
+
+
+@pytest.mark.parametrize(
+    ("method", "silent"),
+    [
+        ("onebit-adam", 0),
+        ("onebit-adam-warmup", 0),
+        ("zero-one-adam", 0),
+        ("zero-one-adam-local", LOCAL_CYCLE - 1),
+        ("onebit-lamb", 0),
+    ],
+)
+def test_measured_steps_are_of_the_kind_that_the_row_names(method: str, silent: int) -> None:
+    measured = run_ranks(sent_a_step, 2, method)[0][WARM_UP_STEPS:]
+    cycle, theory = METHODS[method].cycle, METHODS[method].theory(Cluster(2, 1), [torch.Size([256, 256])])
+    # Wherever one begins to count, from the step by which the number of steps is chosen on.
+    for first in range(len(measured) - cycle + 1):
+        own = measured[first : first + cycle]
+        assert own.count(0) == silent
+        assert 1.0 < sum(own) / cycle / theory < 1.02
 
 
 def test_bucket_sizes_are_in_the_names() -> None:
@@ -222,6 +265,22 @@ def test_end_to_end(tmp_path: Path) -> None:
     assert rows["20mbit", "ddp-adamw"].to_bound >= 0.95
     assert (rows["20mbit", "birder"].speed_up or 0) > 1.5
     assert all(verdict["outcome"] == "not measured" for verdict in json.loads(text)["bars"])
+
+
+def test_optimizers_that_begin_dense_are_measured_in_their_stages() -> None:
+    methods = ("onebit-adam", "onebit-adam-warmup", "zero-one-adam", "zero-one-adam-local", "onebit-lamb")
+    plan = Plan(2, 1, ("unlimited",), ("lm-tiny",), methods, rounds=1, seconds=0.1)
+    with real_hosts(2) as made:
+        conductor = Conductor(made, plan, lambda _: None)
+        conductor.run()
+    assert conductor.unmeasured == []
+    turns = {turn.method: turn for turn in conductor.turns}
+    counted = {method: turn.thinwire["bytes_sent"] for method, turn in turns.items()}
+    assert len(turns["zero-one-adam-local"].step) % LOCAL_CYCLE == 0
+    assert counted["zero-one-adam-local"] == pytest.approx(counted["zero-one-adam"] / LOCAL_CYCLE)
+    for row in Results("", {}, plan, conductor.turns, conductor.unmeasured).rows():
+        assert 1.0 < counted[row.method] / row.bytes_theory < 1.2
+        assert row.bytes_sent > counted[row.method]
 
 
 def test_a_method_that_fails_is_named_and_the_others_go_on() -> None:

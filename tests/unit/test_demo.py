@@ -9,17 +9,23 @@ import os
 import re
 import subprocess
 import sysconfig
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
+from torch import nn
 from typer.testing import CliRunner
 
+from tests.harness import run_ranks
 from thinwire.cli.app import app
-from thinwire.cli.charlm import Corpus
+from thinwire.cli.charlm import Corpus, ModelShape
+from thinwire.cli.contenders import CHALLENGERS, Race
 from thinwire.cli.report import Comparison, print_comparison
-from thinwire.cli.training import Outcome, StepSeconds, _is_due, _learning_rate_factor
+from thinwire.cli.training import EVALUATIONS, Outcome, Plan, StepSeconds, _is_due, _learning_rate_factor, train
+from thinwire.optimizers._intervals import local_interval
 
 SCRIPT = Path(sysconfig.get_path("scripts"), "thinwire")
 TINY = ("--layers", "1", "--width", "32", "--context", "16", "--batch", "2")
@@ -109,7 +115,11 @@ def test_bad_input_through_the_script(tmp_path: Path) -> None:
         (["--batch", "0"], "'--batch': must be at least 1, got 0"),
         (["--seed", "-1"], "'--seed': must be at least 0, got -1"),
         (["--width", "33"], "'--width': width must be a multiple of 32 (the width of a head), got 33"),
-        (["--optimizer", "sgd"], "'--optimizer': unknown optimizer 'sgd'; there is: birder"),
+        (["--optimizer", "sgd"], "'--optimizer': unknown optimizer 'sgd'; there are: birder, onebit-adam,"),
+        (
+            ["--optimizer", "onebit-adam", "--downlink", "bit"],
+            "'--downlink': only birder votes: onebit-adam has no downlink to choose, but got 'bit'",
+        ),
         (["--downlink", "carrier-pigeon"], "'carrier-pigeon' is not one of 'bit', 'votes'"),
         (["--out", "nowhere/picture.png"], "cannot write 'nowhere/picture.png': there is no writable folder 'nowhere'"),
         (["--json", "nowhere/results.json"], "cannot write 'nowhere/results.json'"),
@@ -139,6 +149,7 @@ def outcome(label: str, compute: float, step: float, mean_step: float) -> Outcom
         cumulative_bytes=[6000.0],
         validation_losses=[(1, 2.0)],
         metrics=None,
+        remark=None,
     )
 
 
@@ -159,6 +170,72 @@ def test_a_busy_machine_gets_no_ratio(compute: float, mean_step: float, comparab
     assert comparison.times_are_comparable is comparable
     assert ("1.2×" in printed) is comparable
     assert ("No ratio of step times" in printed) is not comparable
+
+
+@pytest.mark.timeout(60)
+def test_predictions_are_made_step_by_step() -> None:
+    """A dense step that waits 0.3 s for the wire is not hidden by later ones that wait for nothing."""
+    even = outcome("before", 0.1, 0.1, 0.1)
+    # 3.75 MB are 0.3 s at 100 Mbit/s; a tenth of them hide behind forward and backward.
+    uneven = replace(even, steps=4, cumulative_bytes=[3.75e6, 4.125e6, 4.5e6, 4.5e6], remark="one is dense.")
+    comparison = Comparison(even, uneven)
+    assert comparison.predicted_step_seconds(even, 1e8) == pytest.approx(0.1)
+    assert comparison.predicted_step_seconds(uneven, 1e8) == pytest.approx((0.3 + 3 * 0.1) / 4)
+    console = Console(file=io.StringIO(), width=200)
+    print_comparison(console, comparison)
+    printed = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "Steps of before" in printed
+    assert "one is dense. Bytes a step and predicted times are means over the whole run" in printed
+
+
+def trained(rank: int, world_size: int, optimizer: str, steps: int) -> dict[str, Any]:
+    plan = Plan("to be or not to be, " * 40, ModelShape(1, 32, 16), 2, Race(steps, 0, None), optimizer)
+    said: list[Any] = []
+    train(said.append, plan)
+    return asdict(said[-1])
+
+
+@pytest.mark.parametrize("optimizer", [name for name in CHALLENGERS if name != "birder"])
+def test_every_challenger_trains(optimizer: str) -> None:
+    steps = 20
+    outcomes = run_ranks(trained, 2, optimizer, steps)
+    first = outcomes[0]
+    sent = first["cumulative_bytes"]
+    # Also of the last validation, for which 0/1 Adam synchronises.
+    assert sent[-1] == first["metrics"]["bytes_sent"] == steps * first["bytes_sent_per_step"]
+    assert all(run["validation_losses"] == first["validation_losses"] for run in outcomes)
+    assert first["validation_loss"] < first["training_losses"][0]
+    assert first["remark"]
+
+    a_step = [end - begin for begin, end in zip([0, *sent], sent, strict=False)]
+    dense = 4 * first["parameters"]  # 2(n-1)/n floats
+    kinds = ["silent" if not size else "dense" if size > dense else "bits" for size in a_step]
+    assert max(size for size, kind in zip(a_step, kinds, strict=True) if kind != "dense" or optimizer == "lamb") < (
+        1.3 * dense if optimizer == "lamb" else dense / 10
+    )
+    if optimizer == "lamb":
+        assert kinds == ["dense"] * steps
+    elif optimizer == "zero-one-adam":
+        # Frozen after 3; every second step from the 10th on, every fourth from the 16th on, and before each validation.
+        local = {10, 12, 14, 16, 17, 18, 20}
+        silent = {step for step in local if not _is_due(step, steps, EVALUATIONS)}
+        assert silent == {16, 18}
+        assert kinds == ["dense"] * 3 + ["silent" if step in silent else "bits" for step in range(4, steps + 1)]
+    else:
+        assert kinds == ["dense"] * 3 + ["bits"] * (steps - 3)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 7, 50, 400, 4000])
+@pytest.mark.parametrize("name", CHALLENGERS)
+def test_settings_suit_runs_of_any_length(name: str, steps: int) -> None:
+    contender = CHALLENGERS[name](Race(steps, 0, "bit" if name == "birder" else None))
+    contender.build([nn.Parameter(torch.ones(3))])
+    settings = contender.settings
+    if "warmup_steps" in settings and steps == 400:
+        assert (settings["warmup_steps"], settings["betas"]) == (60, (0.9, 0.98))
+    if "local_step_scaler" in settings and steps >= 50:
+        after = steps - settings["var_freeze_step"]
+        assert local_interval(after, settings["local_step_scaler"], clipper=16) == 4
 
 
 @pytest.mark.timeout(60)

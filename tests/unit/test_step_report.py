@@ -19,22 +19,24 @@ from typer.testing import CliRunner
 
 from thinwire.cli.app import app
 from thinwire.cli.step import charts, page, tables, words
+from thinwire.cli.step.methods import METHODS, method_named
 from thinwire.cli.step.results import Plan, Results, Turn, Unmeasured, Verdict
 
 MACHINE = {"cpu": "<an honest CPU>", "cores": 2, "torch": "2.13.0", "date": "2026-11-16 00:00 UTC"}
 CRASH = "rank 1 was ended by SIGABRT: op.preamble.length <= op.nbytes. 19456 vs 2048."
 # Seconds a step, and bytes a host, of lm-7m on 4 hosts.
 STEPS = {
-    "100mbit": {"ddp-adamw": 3.6, "local": 0.16, "birder": 0.2},
-    "1gbit": {"ddp-adamw": 0.48, "local": 0.16, "birder": 0.18},
-    "unlimited": {"ddp-adamw": 0.2, "local": 0.16, "birder": 0.175},
+    "100mbit": {"ddp-adamw": 3.6, "local": 0.16, "birder": 0.2, "onebit-adam": 0.3},
+    "1gbit": {"ddp-adamw": 0.48, "local": 0.16, "birder": 0.18, "onebit-adam": 0.2},
+    "unlimited": {"ddp-adamw": 0.2, "local": 0.16, "birder": 0.175, "onebit-adam": 0.18},
 }
-BYTES = {"ddp-adamw": 45e6, "local": 300.0, "birder": 1.4e6}
+BYTES = {"ddp-adamw": 45e6, "local": 300.0}
+ONE_BIT_BYTES = 1.4e6
 COMPUTE, OPTIMIZER, WAIT = 0.15, 0.005, 0.01
 
 
 def turn(rate: str, method: str, step: float) -> Turn:
-    ours = method.startswith("birder")
+    ours = method_named(method).ours
     return Turn(
         model="lm-7m",
         method=method,
@@ -43,7 +45,7 @@ def turn(rate: str, method: str, step: float) -> Turn:
         optimizer=[OPTIMIZER] * 3,
         exposed_wait=[WAIT] * 3 if ours else [],
         compute=[COMPUTE] * 4,
-        bytes_sent=[BYTES[method.partition("@")[0]]] * 4,
+        bytes_sent=[BYTES.get(method, ONE_BIT_BYTES)] * 4,
         thinwire={"encode_seconds": 0.004} if ours else {},
     )
 
@@ -56,7 +58,7 @@ def results() -> Results:
         ranks=1,
         rates=tuple(STEPS),
         models=("lm-7m",),
-        methods=("ddp-adamw", "powersgd", "birder", "birder-hierarchical", "local", *sweep),
+        methods=("ddp-adamw", "powersgd", "birder", "birder-hierarchical", "onebit-adam", "local", *sweep),
         rounds=1,
         seconds=4.0,
     )
@@ -74,7 +76,7 @@ def results() -> Results:
 
 def test_rows(results: Results) -> None:
     rows = {(row.rate, row.method): row for row in results.rows()}
-    assert len(rows) == 3 * 6
+    assert len(rows) == 3 * 7
     ours = rows["100mbit", "birder"]
     assert (ours.step.low, ours.step.median, ours.step.high) == pytest.approx((0.19, 0.2, 0.22))
     assert ours.speed_up == pytest.approx(3.6 / 0.2)
@@ -111,6 +113,26 @@ def test_who_sends_nothing_waits_for_nobody(results: Results) -> None:
     assert row.rest == pytest.approx(0.16 - COMPUTE - OPTIMIZER)
 
 
+def test_steps_that_take_turns_count_as_cycles(results: Results) -> None:
+    """One step in sixteen exchanges and is slow: no median may lose it."""
+    slow_last = [0.16] * 15 + [0.48]
+    cyclic = replace(
+        turn("1gbit", "zero-one-adam-local", 0.16),
+        step=slow_last,
+        optimizer=[0.004] * 15 + [0.02],
+        exposed_wait=[0.0] * 15 + [0.16],
+    )
+    plan = replace(results.plan, methods=("zero-one-adam-local",))
+    (row,) = replace(results, plan=plan, turns=[cyclic]).rows()
+    assert (row.step.low, row.step.median, row.step.high) == pytest.approx((0.18, 0.18, 0.18))
+    assert row.optimizer == pytest.approx(0.005)
+    assert row.exposed_wait == pytest.approx(0.01)
+    assert row.steps == 16
+    quicker = replace(cyclic, step=[0.16] * 16)
+    (row,) = replace(results, plan=plan, turns=[cyclic, quicker]).rows()
+    assert row.step.median == pytest.approx(0.17)
+
+
 def test_without_a_baseline_there_are_no_ratios_to_it(results: Results) -> None:
     (row,) = replace(results, turns=[turn("1gbit", "birder", 0.1)]).rows()
     assert (row.speed_up, row.to_limit) == (None, None)
@@ -131,6 +153,9 @@ def test_bars(results: Results) -> None:
         "1 Gbit/s: time a step, Birder to local": (pytest.approx(1.125), "MISSED"),
         "bytes that left a host to 2(n-1)/n·d/8, Birder": (pytest.approx(1.4e6 / 1_345_104), "met"),
         "2 hosts × 2 ranks: bytes that left a host to 2(N-1)/N·d/8, hierarchical Birder": (None, "not measured"),
+        "100 Mbit/s: steps a second, onebit-adam to ddp-adamw": (pytest.approx(12.0), "met"),
+        "100 Mbit/s: steps a second, zero-one-adam to ddp-adamw": (None, "not measured"),
+        "100 Mbit/s: steps a second, onebit-lamb to ddp-adamw": (None, "not measured"),
     }
 
 
@@ -139,7 +164,8 @@ def test_bars_hold_on_the_cluster_for_which_they_were_set(results: Results) -> N
     assert {verdict.outcome for verdict in elsewhere.verdicts()} == {"not measured"}
     theory = 2 * 1 / 2 * 7_173_888 / 8
     hierarchical = replace(turn("1gbit", "birder", 0.1), method="birder-hierarchical", bytes_sent=[1.2 * theory] * 2)
-    measured = replace(elsewhere, turns=[hierarchical], unmeasured=[]).verdicts()[-1]
+    verdicts = replace(elsewhere, turns=[hierarchical], unmeasured=[]).verdicts()
+    (measured,) = (verdict for verdict in verdicts if verdict.what.startswith("2 hosts"))
     assert measured == Verdict(measured.what, 1.10, higher_is_better=False, measured=pytest.approx(1.2))  # type: ignore[arg-type]
     assert measured.outcome == "MISSED"
 
@@ -153,7 +179,7 @@ def test_json_comes_back_as_it_was(results: Results) -> None:
     data = json.loads(text)
     assert data["machine"] == MACHINE
     assert data["command"] == results.command
-    assert [row["method"] for row in data["rows"][:3]] == ["ddp-adamw", "birder", "local"]
+    assert [row["method"] for row in data["rows"][:3]] == ["ddp-adamw", "birder", "onebit-adam"]
     assert data["bars"][0]["outcome"] == "met"
 
 
@@ -194,6 +220,17 @@ def test_tables_fit_the_terminal(results: Results, width: int) -> None:
     assert "one rank a host: the same as flat" in printed
     assert "op.preamble.length <= op.nbytes" in " ".join(printed.split())
     assert printed.count("MISSED") == 2
+
+
+def test_names_of_all_methods_fit(results: Results) -> None:
+    every = tuple(METHODS)
+    full = Results("", MACHINE, replace(results.plan, methods=every), [turn("1gbit", name, 0.2) for name in every])
+    console = Console(file=io.StringIO(), width=80)
+    tables.print_results(console, full)
+    printed = console.file.getvalue()  # type: ignore[attr-defined]
+    assert max(map(len, printed.splitlines())) <= 80
+    for name in every:
+        assert f"\n{name} " in printed
 
 
 def test_words() -> None:

@@ -1,0 +1,86 @@
+"""Law 3 for the optimizers of scaled signs: a distributed run is the NumPy oracle, to rounding, at every step.
+
+A sign that differed at any step and element would be a difference of about the learning rate, 0.01, a thousand times the
+tolerance.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+import thinwire
+from tests.distributed.common import run_nodes
+from tests.distributed.scaled_scenarios import ScaledScenario, assert_it_is_the_oracle, run_scaled
+from tests.distributed.scenarios import SHAPES, Scenario, partly_absent, ramp, rows_untouched, sometimes_nonfinite
+from tests.harness import run_ranks
+
+ONE_BIT_ADAM = ScaledScenario(thinwire.OneBitAdam, options={"betas": (0.9, 0.8), "warmup_steps": 6})
+ZERO_ONE_ADAM = ScaledScenario(
+    thinwire.ZeroOneAdam,
+    Scenario(steps=40),
+    {
+        "betas": (0.9, 0.8),
+        "var_freeze_step": 12,
+        "var_update_scaler": 3,
+        "local_step_scaler": 6,
+        "local_step_clipper": 4,
+    },
+)
+LAMB = ScaledScenario(thinwire.Lamb, options={"betas": (0.9, 0.8)})
+ONE_BIT_LAMB = ScaledScenario(thinwire.OneBitLamb, options={"betas": (0.9, 0.8), "warmup_steps": 6})
+BASES = {"1-bit Adam": ONE_BIT_ADAM, "0/1 Adam": ZERO_ONE_ADAM, "LAMB": LAMB, "1-bit LAMB": ONE_BIT_LAMB}
+
+TWO_GROUPS = {"shapes": (SHAPES[:2], SHAPES[2:]), "lrs": (0.01, 0.03), "decays": (0.0, 0.5)}
+VARIANTS = {
+    "defaults": {},
+    "two groups": TWO_GROUPS,
+    "schedule": {"schedule": ramp},
+    "partly absent": {"gradients": partly_absent},
+    "rows untouched": {"gradients": rows_untouched},
+    "sometimes nonfinite": {"gradients": sometimes_nonfinite},
+}
+
+
+def cases() -> dict[str, ScaledScenario]:
+    made: dict[str, ScaledScenario] = {}
+    for base, case in BASES.items():
+        for variant, changes in VARIANTS.items():
+            scenario = Scenario(**{"steps": case.scenario.steps, **changes})
+            made[f"{base}, {variant}"] = ScaledScenario(case.optimizer, scenario, case.options)
+        made[f"{base}, many buckets"] = ScaledScenario(
+            case.optimizer, Scenario(rows_untouched, case.scenario.steps), case.options, bucket_elements=300
+        )
+        made[f"{base}, maximize"] = case.with_options(maximize=True)
+    made["1-bit Adam, auto"] = ONE_BIT_ADAM.with_options(warmup_steps="auto")
+    made["1-bit LAMB, auto"] = ONE_BIT_LAMB.with_options(warmup_steps="auto")
+    made["1-bit LAMB, max_coeff=1"] = ONE_BIT_LAMB.with_options(max_coeff=1.0)
+    made["0/1 Adam, synchronised by hand"] = ScaledScenario(
+        thinwire.ZeroOneAdam, ZERO_ONE_ADAM.scenario, ZERO_ONE_ADAM.options, synchronize_after=(5, 23, 33, 34, 40)
+    )
+    made["0/1 Adam, absent and synchronised by hand"] = ScaledScenario(
+        thinwire.ZeroOneAdam, Scenario(partly_absent, 40), ZERO_ONE_ADAM.options, synchronize_after=(26, 33)
+    )
+    return made
+
+
+CASES = cases()
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_distributed_run_is_the_oracle(world_size: int, name: str) -> None:
+    assert_it_is_the_oracle(CASES[name], run_ranks(run_scaled, world_size, CASES[name]))
+
+
+HIERARCHICAL = [name for name in CASES if name.split(", ")[1] in ("defaults", "partly absent", "many buckets")]
+
+
+@pytest.mark.parametrize("name", [*HIERARCHICAL, *(f"{base}, sometimes nonfinite" for base in BASES)])
+@pytest.mark.parametrize(("nodes", "ranks"), [(2, 2), (1, 2)])
+def test_a_hierarchical_run_is_the_oracle_of_its_nodes(nodes: int, ranks: int, name: str) -> None:
+    results = run_nodes(run_hierarchical, nodes, ranks, CASES[name])
+    assert_it_is_the_oracle(CASES[name], results, ranks)
+
+
+def run_hierarchical(rank: int, world_size: int, case: ScaledScenario) -> dict[str, object]:
+    return run_scaled(rank, world_size, case, topology="hierarchical")

@@ -1,0 +1,250 @@
+"""What the oracles share: the flat space and its shards, scaled signs with error memory, and Adam's moments.
+
+Written from docs/protocol.md alone; nothing of thinwire is imported. Arrays are float64; scales are rounded to float32,
+as they travel. A *joined* array has all parameters' elements one after another in the optimizer's order, and no
+padding; where workers differ they are the first axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+WORD = 64
+TOO_LARGE = 2.0**60
+
+Betas = tuple[float, float]
+Gradients = Sequence[Sequence[np.ndarray | None]]
+"""``[worker][parameter]``, None where a worker has no gradient."""
+
+
+@dataclass
+class Group:
+    """A parameter group. `lr` and `weight_decay` may be changed between steps, as a scheduler does.
+
+    `betas` are those of the optimizer unless given, and nothing to an optimizer that has but one.
+    """
+
+    parameters: list[np.ndarray]
+    lr: float
+    weight_decay: float = 0.0
+    betas: Betas | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What happened in a step.
+
+    `exchange` is "dense", "signs" or, for a local step, "none". `skipped` says that a gradient was not finite and
+    parameters stayed where they were because of it, and `stayed` on which workers; they differ in local steps only.
+    """
+
+    exchange: str
+    stayed: list[bool]
+
+    @property
+    def skipped(self) -> bool:
+        return any(self.stayed)
+
+
+# The flat space ------------------------------------------------------------------------------------------------------
+
+
+class Place(NamedTuple):
+    """A parameter's starting value, and the numbers of its elements in the flat space."""
+
+    value: np.ndarray
+    group: Group
+    elements: np.ndarray
+
+
+def lay_out(groups: Sequence[Group]) -> list[Place]:
+    """In the order of the groups; they lie in the reverse order, each from a multiple of 64 elements on."""
+    in_group_order = [(value, group) for group in groups for value in group.parameters]
+    start = 0
+    places = []
+    for value, group in reversed(in_group_order):
+        places.append(Place(value.astype(np.float64), group, np.arange(start, start + value.size)))
+        start += -(-value.size // WORD) * WORD
+    return places[::-1]
+
+
+def first_words(words: int, shards: int, bucket_elements: int) -> list[int]:
+    """The first word of every shard, bucket after bucket; a bucket has `shards` of them, of equal length."""
+    shard_words = max(1, -(-bucket_elements // (WORD * shards)))
+    firsts = []
+    bucket = 0
+    while bucket < words:
+        length = min(shard_words, -(-(words - bucket) // shards))
+        firsts += [bucket + shard * length for shard in range(shards)]
+        bucket += shards * length
+    return firsts
+
+
+class FlatSpace:
+    """Where elements lie. `shard_of` is joined: the number of each element's shard, counted through all buckets."""
+
+    def __init__(self, groups: Sequence[Group], workers: int, slices: int, bucket_elements: int) -> None:
+        self.workers = workers
+        self.places = lay_out(groups)
+        self._ends = np.cumsum([place.value.size for place in self.places])[:-1]
+        words = sum(-(-place.value.size // WORD) for place in self.places)
+        firsts = first_words(words, workers * slices, bucket_elements)
+        elements = np.concatenate([place.elements for place in self.places])
+        self.shards = len(firsts)
+        self.shard_of = np.searchsorted(firsts, elements // WORD, side="right") - 1
+
+    def split(self, joined: np.ndarray) -> list[np.ndarray]:
+        """A parameter each, along the last axis."""
+        return np.split(joined, self._ends, axis=-1)
+
+
+def join(of_parameters: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate(of_parameters, axis=-1)
+
+
+# Gradients -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """One parameter's on all workers (first axis): zeros where a worker has none."""
+
+    of_workers: np.ndarray
+    present: np.ndarray
+
+    @property
+    def anywhere(self) -> bool:
+        return bool(self.present.any())
+
+    @property
+    def finite(self) -> bool:
+        return bool(np.isfinite(self.of_workers).all())
+
+    @property
+    def mean(self) -> np.ndarray:
+        """A dense exchange."""
+        return self.of_workers.mean(axis=0)
+
+
+def by_parameter(gradients: Gradients, sizes: Sequence[int], maximize: bool) -> list[Gradient]:
+    result = []
+    for size, of_workers in zip(sizes, zip(*gradients, strict=True), strict=True):
+        present = np.array([g is not None for g in of_workers])
+        flat = np.stack([np.zeros(size) if g is None else g.reshape(-1).astype(np.float64) for g in of_workers])
+        result.append(Gradient(-flat if maximize else flat, present))
+    return result
+
+
+# Scaled signs with error memory --------------------------------------------------------------------------------------
+
+
+def sign(c: np.ndarray) -> np.ndarray:
+    return np.where(c >= 0, 1.0, -1.0)
+
+
+@dataclass
+class ScaledSigns:
+    """An exchange with the memories of its workers and owners, joined. All of them are 0 in the beginning."""
+
+    space: FlatSpace
+    c: np.ndarray = field(init=False)
+    worker_scales: np.ndarray = field(init=False)
+    y: np.ndarray = field(init=False)
+    owner_scales: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        workers, elements, shards = self.space.workers, self.space.shard_of.size, self.space.shards
+        self.c, self.worker_scales = np.zeros((workers, elements)), np.zeros((workers, shards))
+        self.y, self.owner_scales = np.zeros(elements), np.zeros(shards)
+
+    @property
+    def worker_errors(self) -> np.ndarray:
+        """e = c - s sign(c)"""
+        return self.c - self._say(self.c, self.worker_scales)
+
+    @property
+    def owner_errors(self) -> np.ndarray:
+        return self.y - self._say(self.y, self.owner_scales)
+
+    def exchange(self, c: np.ndarray) -> np.ndarray:
+        """Every worker sends its `c`; returns the owners' answers."""
+        owner_errors = self.owner_errors
+        self.c, self.worker_scales = c, np.stack([self._scales(of_worker) for of_worker in c])
+        self.y = self._say(self.c, self.worker_scales).mean(axis=0) + owner_errors
+        self.owner_scales = self._scales(self.y)
+        return self._say(self.y, self.owner_scales)
+
+    def add(self, inputs: np.ndarray, without_gradient: np.ndarray) -> tuple[np.ndarray, list[bool]]:
+        """c = e + input, or with the gradient as zero where that is no fit number; and which workers had one."""
+        errors = self.worker_errors
+        fit = np.abs(errors + inputs) < TOO_LARGE
+        return errors + np.where(fit, inputs, without_gradient), [not of_worker.all() for of_worker in fit]
+
+    def _scales(self, c: np.ndarray) -> np.ndarray:
+        """s = ||c||_2 / sqrt(len), a shard each; 0 for a shard of nothing but padding."""
+        squares = np.bincount(self.space.shard_of, weights=c * c, minlength=self.space.shards)
+        lengths = np.bincount(self.space.shard_of, minlength=self.space.shards)
+        return np.sqrt(squares / np.maximum(lengths, 1)).astype(np.float32).astype(np.float64)
+
+    def _say(self, c: np.ndarray, scales: np.ndarray) -> np.ndarray:
+        return scales[..., self.space.shard_of] * sign(c)
+
+
+# Adam's moments ------------------------------------------------------------------------------------------------------
+
+
+def preconditioner_of(v: np.ndarray, updates: int, beta2: float, eps: float) -> np.ndarray:
+    """P = 1/(sqrt(v/(1 - beta2^k)) + eps), and 0 where v = 0."""
+    live = v > 0
+    result = np.zeros_like(v)
+    result[live] = 1 / (np.sqrt(v[live] / (1 - beta2**updates)) + eps)
+    return result
+
+
+@dataclass
+class AdamParameter:
+    """A parameter with what Adam keeps for it. `updates` is the page's k; `P` is 0 until it is frozen."""
+
+    value: np.ndarray
+    group: Group
+    elements: np.ndarray
+    betas: Betas
+    eps: float
+    m: np.ndarray = field(init=False)
+    v: np.ndarray = field(init=False)
+    P: np.ndarray = field(init=False)
+    updates: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        size = self.elements.size
+        self.m, self.v, self.P = np.zeros(size), np.zeros(size), np.zeros(size)
+
+    @property
+    def x(self) -> np.ndarray:
+        return self.value.reshape(-1)
+
+    def move(self, x: np.ndarray, where: np.ndarray) -> None:
+        self.value = np.where(where, x, self.x).reshape(self.value.shape)
+
+    def absorb(self, g: np.ndarray) -> None:
+        """What a dense answer does to the moments."""
+        beta1, beta2 = self.betas
+        self.updates += 1
+        self.m = beta1 * self.m + (1 - beta1) * g
+        self.v = beta2 * self.v + (1 - beta2) * g**2
+
+    def current_preconditioner(self) -> np.ndarray:
+        return preconditioner_of(self.v, self.updates, self.betas[1], self.eps)
+
+    def adamw(self, preconditioner: np.ndarray) -> None:
+        """x = (1 - lr wd) x - lr/(1 - beta1^k) m P, where P > 0"""
+        lr, decay = self.group.lr, self.group.weight_decay
+        x = (1 - lr * decay) * self.x - lr / (1 - self.betas[0] ** self.updates) * self.m * preconditioner
+        self.move(x, preconditioner > 0)

@@ -1,0 +1,122 @@
+"""1-bit Adam for n workers in one process: AdamW, then a frozen preconditioner and scaled signs of the momentum."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+from tests.oracles.flat_space import (
+    AdamParameter,
+    Betas,
+    FlatSpace,
+    Gradient,
+    Gradients,
+    Group,
+    Outcome,
+    ScaledSigns,
+    by_parameter,
+    join,
+)
+
+STEADY = 0.96
+CHECKS_A_WINDOW = 16
+
+
+class WarmUp:
+    """When it ends: after a number of steps, or by itself once `v` has stopped growing."""
+
+    def __init__(self, steps: int | Literal["auto"], groups: Sequence[Group], beta2: float) -> None:
+        self.steps, self.groups = steps, groups
+        self.beta2 = beta2
+        self.interval = math.ceil(round(1 / (1 - beta2)) / CHECKS_A_WINDOW)
+        self.sums: dict[int, float] = {}
+        self.lrs_before = [group.lr for group in groups]
+
+    def ends_with(self, step: int, sum_of_v: float) -> bool:
+        """To be asked once at the end of every step."""
+        lrs = [group.lr for group in self.groups]
+        rising = any(now > before for now, before in zip(lrs, self.lrs_before, strict=True))
+        self.lrs_before = lrs
+        corrected = self.sums[step] = sum_of_v / (1 - self.beta2**step)
+        if self.steps != "auto":
+            return step == self.steps
+        earlier = self.sums.get(step - CHECKS_A_WINDOW * self.interval, 0.0)
+        return (
+            step % self.interval == 0
+            and earlier > 0
+            and corrected >= STEADY * earlier
+            and not rising
+        )
+
+
+class OneBitAdamOracle:
+    """`groups` hold the starting values; `step` takes gradients as ``[worker][parameter]``, None where absent.
+
+    In a hierarchical topology a worker is a node of `slices` ranks, and its gradient the mean of theirs.
+    `compressed=False` is a single node: its warm-up never ends. While it lasts `frozen` is False.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        workers: int,
+        *,
+        slices: int = 1,
+        bucket_elements: int,
+        compressed: bool = True,
+        warmup_steps: int | Literal["auto"],
+        betas: Betas = (0.9, 0.999),
+        eps: float = 1e-8,
+        maximize: bool = False,
+    ) -> None:
+        self.groups = list(groups)
+        self.compressed, self.maximize = compressed, maximize
+        self.space = FlatSpace(self.groups, workers, slices, bucket_elements)
+        self.parameters = [AdamParameter(*place, place.group.betas or betas, eps) for place in self.space.places]
+        self.signs = ScaledSigns(self.space)
+        self.warm_up = WarmUp(warmup_steps, self.groups, max(p.betas[1] for p in self.parameters))
+        self.step_number = 0
+        self.frozen = False
+
+    @property
+    def values(self) -> list[np.ndarray]:
+        return [p.value for p in self.parameters]
+
+    def step(self, gradients: Gradients) -> Outcome:
+        self.step_number += 1
+        of_parameters = by_parameter(gradients, [p.elements.size for p in self.parameters], self.maximize)
+        if self.frozen:
+            return self._compressed_step(of_parameters)
+        outcome = self._dense_step(of_parameters)
+        sum_of_v = sum(float(p.v.sum()) for p in self.parameters)
+        if self.warm_up.ends_with(self.step_number, sum_of_v) and self.compressed:
+            self._freeze()
+        return outcome
+
+    def _dense_step(self, gradients: Sequence[Gradient]) -> Outcome:
+        skipped = not all(g.finite for g in gradients)
+        for p, g in zip(self.parameters, gradients, strict=True):
+            if g.anywhere and not skipped:
+                p.absorb(g.mean)
+                p.adamw(p.current_preconditioner())
+        return Outcome("dense", [skipped] * self.space.workers)
+
+    def _freeze(self) -> None:
+        for p in self.parameters:
+            p.P = p.current_preconditioner()
+        self.frozen = True
+
+    def _compressed_step(self, gradients: Sequence[Gradient]) -> Outcome:
+        both = list(zip(self.parameters, gradients, strict=True))
+        inputs = join([p.betas[0] * p.m + (1 - p.betas[0]) * g.of_workers for p, g in both])
+        c, unfit = self.signs.add(inputs, join([p.betas[0] * p.m for p in self.parameters]))
+        skipped = any(unfit)
+        for (p, g), answer in zip(both, self.space.split(self.signs.exchange(c)), strict=True):
+            p.m = answer
+            if g.anywhere and not skipped:
+                p.updates += 1
+                p.adamw(p.P)
+        return Outcome("signs", [skipped] * self.space.workers)
