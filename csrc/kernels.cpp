@@ -19,6 +19,6 @@
 
 extern const thinwire_table THINWIRE_JOIN(thinwire_table_, THINWIRE_ISA);
 const thinwire_table THINWIRE_JOIN(thinwire_table_, THINWIRE_ISA) = {
-    birder_encode, birder_direction, mean, roll_call, vote_bit, vote_count, adopt, birder_apply, dense_apply, dense_encode, square_sum,
+    birder_encode, birder_direction, mean, roll_call, vote_bit, vote_count, adopt, birder_apply, dense_apply, dense_encode, square_sum, precondition,
     adam_apply, sign_encode, sign_merge, sign_apply, momentum_encode, step_apply, lamb_measure, lamb_apply, onebit_lamb_measure,
 };

@@ -16,6 +16,7 @@ struct thinwire_table {
   decltype(&thinwire_dense_apply) dense_apply;
   decltype(&thinwire_dense_encode) dense_encode;
   decltype(&thinwire_square_sum) square_sum;
+  decltype(&thinwire_precondition) precondition;
   decltype(&thinwire_adam_apply) adam_apply;
   decltype(&thinwire_sign_encode) sign_encode;
   decltype(&thinwire_sign_merge) sign_merge;

@@ -38,7 +38,13 @@ class Entry:
 
 
 WARM_UP = {"betas": (0.9, 0.9), "warmup_steps": 10}
-VARIANCE = {"betas": (0.9, 0.9), "var_freeze_step": 10, "var_update_scaler": 4, "local_step_scaler": 3, "local_step_clipper": 4}
+VARIANCE = {
+    "betas": (0.9, 0.9),
+    "var_freeze_step": 10,
+    "var_update_scaler": 4,
+    "local_step_scaler": 3,
+    "local_step_clipper": 4,
+}
 OPTIMIZERS = [
     Entry(thinwire.Birder, lr=0.02),
     Entry(thinwire.OneBitAdam, 0.04, WARM_UP, dense_steps=3, buckets_matter=True),

@@ -1,7 +1,7 @@
 """Law 3 for the optimizers of scaled signs: a distributed run is the NumPy oracle, to rounding, at every step.
 
-A sign that differed at any step and element would be a difference of about the learning rate, 0.01, a thousand times the
-tolerance.
+A sign that differed at any step and element would be a difference of about the learning rate, 0.01, a thousand times
+the tolerance.
 """
 
 from __future__ import annotations

@@ -44,12 +44,7 @@ class WarmUp:
         if self.steps != "auto":
             return step == self.steps
         earlier = self.sums.get(step - CHECKS_A_WINDOW * self.interval, 0.0)
-        return (
-            step % self.interval == 0
-            and earlier > 0
-            and corrected >= STEADY * earlier
-            and not rising
-        )
+        return step % self.interval == 0 and earlier > 0 and corrected >= STEADY * earlier and not rising
 
 
 class OneBitAdamOracle:

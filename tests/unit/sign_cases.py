@@ -340,7 +340,7 @@ def lamb_measure_case(
     for of_adam in ("scales", "rate", "decay", "update_variance"):
         del case[of_adam]
     case |= parameter(count, low_dtype, random(seed), loaded=loaded, elements_off=x_off, infinite=False)
-    return case | {"unbias": 2.5, "weight_decay": 0.01, "sums": empty_sums(case["runs"].shape[0], 2), **changes}
+    return case | {"unbias": 2.5, "weight_decay": 0.01, "sums": empty_sums(case["runs"].shape[0], 3), **changes}
 
 
 def lamb_apply_case(count: int, *, seed: int, rate: float = 1e-2, **options: Any) -> dict[str, Any]:
@@ -385,6 +385,12 @@ def square_sum_case(count: int, *, seed: int, elements_off: int = 0) -> dict[str
     return {"values": guarded(moderate(count, random(seed)), elements_off=elements_off)}
 
 
+def precondition_case(count: int, *, seed: int, elements_off: int = 0) -> dict[str, Any]:
+    """A variance of every magnitude, some of it zero."""
+    v = hard_gradient(count, torch.float32, random(seed)).abs()
+    return {"v": guarded(v, elements_off=elements_off), "correction": 1.3, "eps": 1e-8}
+
+
 # All of them ---------------------------------------------------------------------------------------------------------
 
 
@@ -405,4 +411,5 @@ def a_case_of_each(count: int, pieces: int) -> dict[str, dict[str, Any]]:
         "lamb_apply": lamb_apply_case(**applied),
         "onebit_lamb_measure": onebit_lamb_case(**applied),
         "square_sum": square_sum_case(count, seed=3),
+        "precondition": precondition_case(count, seed=3),
     }

@@ -38,6 +38,7 @@ from tests.unit.sign_cases import (
     adam_case,
     dense_encode_case,
     moderate,
+    precondition_case,
     square_sum_case,
 )
 
@@ -238,6 +239,26 @@ def test_adam_apply_part_by_part_is_adam_apply(low_dtype: torch.dtype | None, by
         same_everywhere("adam_apply", runs=part, **parted)
     for name in ("x", "m", "v"):
         assert torch.equal(allocation(parted[name]), allocation(whole[name]))
+
+
+# The frozen variance -------------------------------------------------------------------------------------------------
+
+
+@each_backend
+def test_precondition_is_the_formula(backend: str) -> None:
+    case = precondition_case(1000, seed=1)
+    v = double(case["v"])
+    with kernels_of(backend) as kernels:
+        kernels.precondition(**case)
+    assert 0 < (v == 0).sum() < 500
+    expected = np.where(v > 0, 1 / (np.sqrt(v) * 1.3 + 1e-8), 0)
+    np.testing.assert_allclose(double(case["v"]), expected, rtol=1e-6)
+
+
+@PATIENT
+@given(count=st.integers(0, 300), seed=SEEDS, elements_off=st.integers(0, 2 * WORD))
+def test_precondition_whatever_it_is_given(**case: Any) -> None:
+    same_everywhere("precondition", **precondition_case(**case))
 
 
 # Sum of squares ------------------------------------------------------------------------------------------------------

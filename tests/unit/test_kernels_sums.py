@@ -122,6 +122,8 @@ def test_what_lamb_measures_has_the_order(backend: str) -> None:
         kernels.lamb_measure(**measure)
         kernels.onebit_lamb_measure(**(onebit | {"shrink": 1.0, "unbias": 1.0, "weight_decay": 0.0}))
     assert measure["sums"][:, 0].tolist() == [in_order(run) for run in places.by_run(x * x)]
+    v = measure["v"].numpy()[places.element]
+    assert measure["sums"][:, 2].tolist() == [in_order(run) for run in places.by_run(v)]
     squares = [in_order(run) for run in places.by_run(p * p)]
     assert onebit["sums"][:, 0].tolist() == squares
     assert onebit["sums"][:, 1].tolist() == squares

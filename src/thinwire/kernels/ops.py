@@ -43,6 +43,7 @@ class Kernels:
     lamb_apply: Callable[..., None]
     onebit_lamb_measure: Callable[..., None]
     square_sum: Callable[[Tensor], float]
+    precondition: Callable[..., None]
 
     def any_of(self, rows: Tensor, byte: int, words: int, answer: Tensor, answer_byte: int) -> None:
         """The *or* of all rows: what a vote is where nobody is known to be alive."""

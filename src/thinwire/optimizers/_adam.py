@@ -128,13 +128,9 @@ class AdamFamily(WireOptimizer):
         for position, slot in enumerate(self._layout.slots):
             group = self._group_of(position)
             correction = root_correction(group["betas"][1], int(updates[position]))
-            # A stretch at a time: what is allocated on the way is small.
-            for v in self._v[slot.start : slot.start + slot.numel].split(_STRETCH):
-                never = v == 0
-                v.sqrt_().mul_(correction).add_(group["eps"]).reciprocal_().masked_fill_(never, 0.0)
-
-
-_STRETCH = 1 << 18
+            v = self._v[slot.start : slot.start + slot.numel]
+            # By a kernel of ours: torch's roots are not the same on every processor, and replicas must be.
+            self._kernels.precondition(v, correction=correction, eps=group["eps"])
 
 
 def check_error_dtype(dtype: torch.dtype) -> None:

@@ -138,9 +138,7 @@ class Traffic:
             send = functools.partial(self._send_as_node, self.node, job, presence, encode_mean, gradients)
         self._sending.submit(send)
 
-    def _send_as_node(
-        self, node: Node, job: Job, presence: Presence, encode_mean: EncodeMean, gradients: bool
-    ) -> None:
+    def _send_as_node(self, node: Node, job: Job, presence: Presence, encode_mean: EncodeMean, gradients: bool) -> None:
         bucket = job.frame.bucket.index
         if gradients:
             presence.now[bucket] = node.scatter(job, presence.now[bucket])

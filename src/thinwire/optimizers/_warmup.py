@@ -83,16 +83,12 @@ class Warmup:
         """The last step of the warm-up; 0 while it lasts."""
         return int(self.memory[0])
 
-    def looks(self, step: int) -> bool:
-        """Whether the variance is going to be asked for at the end of this step."""
-        return self._length == "auto" and step % self._every == 0
-
     def over(self, step: int, variance: float | None, rates: Sequence[float]) -> bool:
         """Whether the warm-up ends with this step.
 
         Args:
             step: its number.
-            variance: the sum of all variances, if the step was taken; of no interest unless it `looks`.
+            variance: the sum of all variances, if the step was taken.
             rates: the learning rates of the groups in this step.
         """
         now = torch.tensor(rates, dtype=torch.float64)
@@ -106,7 +102,7 @@ class Warmup:
         return ends
 
     def _settled(self, step: int, variance: float | None) -> bool:
-        if not self.looks(step):
+        if step % self._every:
             return False
         look = step // self._every
         before = float(self._sums[look % _CHECKS])  # written one window ago; 0 if that step was skipped

@@ -120,8 +120,12 @@ def lamb_step(
     group: dict[str, Any],
     updates: int,
     coeffs: tuple[float, float],
-) -> float:
-    """Take LAMB's step for one parameter, after `updates` updates, this one included; returns its factor c."""
+) -> tuple[float, float]:
+    """Take LAMB's step for one parameter, after `updates` updates, this one included.
+
+    Returns:
+        Its factor c, and the sum of its variance.
+    """
     beta1, beta2 = group["betas"]
     direction = {
         "eps": group["eps"],
@@ -129,16 +133,16 @@ def lamb_step(
         "correction": root_correction(beta2, updates),
         "weight_decay": group["weight_decay"],
     }
-    squares: list[list[float]] = []
+    measured: list[list[float]] = []
     for part in parts:
-        sums = torch.zeros(part.down_runs.shape[0], 2, dtype=torch.float64)
+        sums = torch.zeros(part.down_runs.shape[0], 3, dtype=torch.float64)
         kernels.lamb_measure(part.down_runs, x, low, m, v, gradient, beta1=beta1, beta2=beta2, **direction, sums=sums)
-        squares += sums.tolist()
-    size, length = norms(squares)
+        measured += sums.tolist()
+    size, length = norms([row[:2] for row in measured])
     coefficient = clamp(size / length if size > 0 and length > 0 else 1.0, *coeffs)
     for part in parts:
         kernels.lamb_apply(part.down_runs, x, low, m, v, **direction, rate=float(group["lr"]) * coefficient)
-    return coefficient
+    return coefficient, math.fsum(row[2] for row in measured)
 
 
 def norms(squares: Sequence[Sequence[float]]) -> list[float]:

@@ -175,11 +175,9 @@ class OneBitLamb(FrozenVariance):
             self._apply_compressed(position, parts, x, low, group, updates)
             return
         answers = self._channel.mail.answers
-        c = lamb_step(self._kernels, parts, x, low, self._m, self._v, answers, group, updates, self._coeffs)
+        c, variance = lamb_step(self._kernels, parts, x, low, self._m, self._v, answers, group, updates, self._coeffs)
+        self._variance += variance
         self._coefficient[position] = _COEFF_BETA * float(self._coefficient[position]) + (1 - _COEFF_BETA) * c
-        if self._warmup.looks(self._step_number):
-            slot = self._layout.slots[position]
-            self._variance += self._kernels.value_sum(self._v[slot.start : slot.start + slot.numel])
 
     def _apply_compressed(
         self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None, group: dict[str, Any], updates: int

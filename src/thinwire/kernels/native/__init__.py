@@ -5,7 +5,7 @@ csrc/thinwire.h is the interface. The library picks AVX-512, AVX2, NEON or plain
 
 from __future__ import annotations
 
-from thinwire.kernels.native.adam import adam_apply
+from thinwire.kernels.native.adam import adam_apply, precondition
 from thinwire.kernels.native.birder import (
     adopt,
     birder_apply,
@@ -36,6 +36,7 @@ __all__ = [
     "mean",
     "momentum_encode",
     "onebit_lamb_measure",
+    "precondition",
     "roll_call",
     "sign_apply",
     "sign_encode",

@@ -43,3 +43,8 @@ def adam_apply(
         decay,
         update_variance,
     )
+
+
+def precondition(v: Tensor, *, correction: float, eps: float) -> None:
+    """See `reference.precondition`."""
+    lib().thinwire_precondition(v.data_ptr(), v.numel(), correction, eps)

@@ -13,7 +13,7 @@ rounded to float32 first.
 
 from __future__ import annotations
 
-from thinwire.kernels.reference.adam import adam_apply, dense_encode
+from thinwire.kernels.reference.adam import adam_apply, dense_encode, precondition
 from thinwire.kernels.reference.birder import (
     adopt,
     birder_apply,
@@ -43,6 +43,7 @@ __all__ = [
     "momentum_encode",
     "onebit_lamb_measure",
     "pack",
+    "precondition",
     "roll_call",
     "sign_apply",
     "sign_encode",

@@ -67,3 +67,8 @@ def average(m: Tensor, g: Tensor, beta: float) -> None:
 def average_square(v: Tensor, g: Tensor, beta: float) -> None:
     """Take the square of `g` into the moving average `v`."""
     v.copy_(v * beta + (g * (1.0 - beta)) * g)
+
+
+def precondition(v: Tensor, *, correction: float, eps: float) -> None:
+    """Turn a flat variance, in place, into what steps are multiplied by once it is frozen; 0 where it is 0."""
+    v.copy_(torch.where(v > 0, 1.0 / (root(v) * correction + eps), 0.0))

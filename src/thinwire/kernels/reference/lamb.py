@@ -25,7 +25,8 @@ def lamb_measure(
     weight_decay: float,
     sums: Tensor,
 ) -> None:
-    """Take a gradient, floats of a packet buffer, into Adam's averages; `sums` gets the squares of `x` and the update.
+    """Take a gradient, floats of a packet buffer, into Adam's averages; `sums` gets the squares of `x` and the update,
+    and the variance.
 
     `x` takes over from `low`, which itself is left alone.
     """
@@ -37,6 +38,7 @@ def lamb_measure(
         update = _update(x_here, m[here], v[here], eps, unbias, correction, weight_decay)
         sums[i, 0] = run_sum(x_here * x_here)
         sums[i, 1] = run_sum(update * update)
+        sums[i, 2] = run_sum(v[here])
 
 
 def lamb_apply(
