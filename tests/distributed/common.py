@@ -97,8 +97,12 @@ class Training:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-def train(rank: int, world_size: int, training: Training) -> list[tuple[str, bool]]:
-    """The digest of all parameters after each step, and whether replicas are equal then."""
+Digest = tuple[str, bool]
+"""Of all parameters after a step, and whether replicas are equal then."""
+
+
+def train(rank: int, world_size: int, training: Training) -> list[Digest]:
+    """What a rank has after each step."""
     net = training.model()
     with environment(training.environment):
         optimizer = training.optimizer(net.parameters(), **{"lr": 1e-2, **training.options})
@@ -118,7 +122,7 @@ def train(rank: int, world_size: int, training: Training) -> list[tuple[str, boo
     return digests
 
 
-def trained(world_size: int, training: Training) -> list[list[tuple[str, bool]]]:
+def trained(world_size: int, training: Training) -> list[list[Digest]]:
     """What `train` returns on all ranks.
 
     Law 1 is checked on the way: ranks report the same digests, unless they have steps of their own. A run that stands

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.distributed.common import WORLD_SIZES, Training, token_net, trained
+from tests.distributed.common import WORLD_SIZES, Digest, Training, token_net, trained
 from tests.instruction_sets import instruction_sets
 
 
@@ -36,7 +36,7 @@ VARIANTS = {
 
 
 @functools.cache
-def plain_run(world_size: int, downlink: str) -> list[list[tuple[str, bool]]]:
+def plain_run(world_size: int, downlink: str) -> list[list[Digest]]:
     return trained(world_size, Training(options={"downlink": downlink}))
 
 

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from tests.distributed.common import Training, digest, environment, run_nodes, token_loss, token_net, train
+from tests.distributed.common import Digest, Training, digest, environment, run_nodes, token_loss, token_net, train
 from tests.distributed.scenarios import (
     SHAPES,
     Gradients,
@@ -114,7 +114,7 @@ def meshed_birder(params: Any, nodes: int, ranks: int, **options: Any) -> thinwi
     return thinwire.Birder(params, mesh=init_device_mesh("cpu", (nodes, ranks)), **options)
 
 
-def train_each(rank: int, world_size: int, trainings: Sequence[Training]) -> list[list[str]]:
+def train_each(rank: int, world_size: int, trainings: Sequence[Training]) -> list[list[Digest]]:
     return [train(rank, world_size, training) for training in trainings]
 
 
@@ -186,7 +186,7 @@ def test_reference_and_overlap_agree_for_every_dtype(nodes: int, ranks: int) -> 
             assert len(set(first[0])) == KINDS[kind].steps
 
 
-def train_flat_and_nodes_of_one(rank: int, world_size: int) -> list[list[str]]:
+def train_flat_and_nodes_of_one(rank: int, world_size: int) -> list[list[Digest]]:
     flat, hierarchical = Training(options={"topology": "flat"}), Training(options=HIERARCHICAL)
     return train_each(rank, world_size, [flat, hierarchical, Training(options={"topology": "auto"})])
 
@@ -196,7 +196,7 @@ def test_nodes_of_one_rank_are_the_flat_exchange() -> None:
         assert flat == hierarchical == auto
 
 
-def train_auto(rank: int, world_size: int) -> tuple[list[str], str]:
+def train_auto(rank: int, world_size: int) -> tuple[list[Digest], str]:
     optimizer = thinwire.Birder([nn.Parameter(torch.ones(3))])
     return train(rank, world_size, Training(options={"topology": "auto"})), str(optimizer._topology)
 
@@ -280,7 +280,7 @@ def test_a_gradient_is_staged_without_its_graph() -> None:
     assert run_nodes(stage_a_graph, 1, 2) == [False, False]
 
 
-def train_in_a_subgroup(rank: int, world_size: int) -> list[str] | None:
+def train_in_a_subgroup(rank: int, world_size: int) -> list[Digest] | None:
     """Rank 0 stays outside, but takes part in making groups, as torch demands."""
     mesh = DeviceMesh("cpu", torch.tensor([[1, 2], [3, 4]]))
     group = dist.new_group([1, 2, 3, 4])
