@@ -162,7 +162,7 @@ KINDS = {
 }
 
 
-def train_kinds(rank: int, world_size: int) -> list[list[list[str]]]:
+def train_kinds(rank: int, world_size: int) -> list[list[list[Digest]]]:
     return [
         train_each(
             rank,
