@@ -133,8 +133,8 @@ int thinwire_dense_encode(const thinwire_run *runs, int64_t n_runs, const void *
 
 double thinwire_square_sum(const float *values, int64_t count) { return in_use->table->square_sum(values, count); }
 
-void thinwire_precondition(float *v, int64_t count, float correction, float eps) {
-  in_use->table->precondition(v, count, correction, eps);
+void thinwire_precondition(float *v, int64_t count, float correction, float floor, float eps) {
+  in_use->table->precondition(v, count, correction, floor, eps);
 }
 
 double thinwire_adam_apply(const thinwire_run *runs, int64_t n_runs, float *x, void *low, int low_dtype, float *m, float *v,

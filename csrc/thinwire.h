@@ -138,8 +138,9 @@ THINWIRE_API int thinwire_momentum_encode(const thinwire_run *runs, int64_t n_ru
 THINWIRE_API void thinwire_step_apply(const thinwire_run *runs, int64_t n_runs, float *x, void *low, int low_dtype, const float *p,
                                       const uint8_t *values, float rate, float decay, float *anchor);
 
-/* v <- 1 / (sqrt(v) correction + eps) where v > 0, else 0: what a variance, once it is frozen, multiplies steps by. */
-THINWIRE_API void thinwire_precondition(float *v, int64_t count, float correction, float eps);
+/* v <- 1 / (max(sqrt(v) correction, floor) + eps) where v > 0, else 0: what a variance, once it is frozen, multiplies steps
+ * by. */
+THINWIRE_API void thinwire_precondition(float *v, int64_t count, float correction, float floor, float eps);
 
 /* LAMB's m and v, and what its step would be: `sums`, three a run: x squared, the step squared, v. Masters take over their
  * parameter, which is not written. */

@@ -14,6 +14,12 @@ from tests.distributed.scaled_scenarios import ScaledScenario, assert_it_is_the_
 from tests.distributed.scenarios import SHAPES, Scenario, partly_absent, ramp, rows_untouched, sometimes_nonfinite
 from tests.harness import run_ranks
 
+
+def fall_and_rise(step: int) -> float:
+    """A step decay, a stop, and a restart."""
+    return 0.01 if step < 18 else 0.001 if step < 24 else 0.0 if step < 28 else 0.01
+
+
 ONE_BIT_ADAM = ScaledScenario(thinwire.OneBitAdam, options={"betas": (0.9, 0.8), "warmup_steps": 6})
 ZERO_ONE_ADAM = ScaledScenario(
     thinwire.ZeroOneAdam,
@@ -35,6 +41,7 @@ VARIANTS = {
     "defaults": {},
     "two groups": TWO_GROUPS,
     "schedule": {"schedule": ramp},
+    "falling and rising": {"schedule": fall_and_rise},
     "partly absent": {"gradients": partly_absent},
     "rows untouched": {"gradients": rows_untouched},
     "sometimes nonfinite": {"gradients": sometimes_nonfinite},

@@ -181,6 +181,10 @@ class ScaledSigns:
         self.owner_scales = self._scales(self.y)
         return self._say(self.y, self.owner_scales)
 
+    def fade_owner_errors(self, factors: np.ndarray) -> None:
+        """Multiply them by a factor for each element."""
+        self.y, self.owner_scales = self.owner_errors * factors, np.zeros_like(self.owner_scales)
+
     def add(self, inputs: np.ndarray, without_gradient: np.ndarray) -> tuple[np.ndarray, list[bool]]:
         """c = e + input, or with the gradient as zero where that is no fit number; and which workers had one."""
         errors = self.worker_errors
@@ -200,12 +204,17 @@ class ScaledSigns:
 # Adam's moments ------------------------------------------------------------------------------------------------------
 
 
-def preconditioner_of(v: np.ndarray, updates: int, beta2: float, eps: float) -> np.ndarray:
-    """P = 1/(sqrt(v/(1 - beta2^k)) + eps), and 0 where v = 0."""
+def preconditioner_of(v: np.ndarray, updates: int, beta2: float, eps: float, floor: float = 0.0) -> np.ndarray:
+    """P = 1/(max(V, floor rms(V)) + eps) with V = sqrt(v/(1 - beta2^k)), and 0 where v = 0."""
     live = v > 0
     result = np.zeros_like(v)
-    result[live] = 1 / (np.sqrt(v[live] / (1 - beta2**updates)) + eps)
+    roots = np.sqrt(v[live] / (1 - beta2**updates))
+    result[live] = 1 / (np.maximum(roots, floor * root_mean_square(roots)) + eps)
     return result
+
+
+def root_mean_square(values: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(values**2))) if values.size else 0.0
 
 
 @dataclass
@@ -240,8 +249,8 @@ class AdamParameter:
         self.m = beta1 * self.m + (1 - beta1) * g
         self.v = beta2 * self.v + (1 - beta2) * g**2
 
-    def current_preconditioner(self) -> np.ndarray:
-        return preconditioner_of(self.v, self.updates, self.betas[1], self.eps)
+    def current_preconditioner(self, floor: float = 0.0) -> np.ndarray:
+        return preconditioner_of(self.v, self.updates, self.betas[1], self.eps, floor)
 
     def adamw(self, preconditioner: np.ndarray) -> None:
         """x = (1 - lr wd) x - lr/(1 - beta1^k) m P, where P > 0"""

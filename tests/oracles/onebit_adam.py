@@ -31,14 +31,18 @@ class WarmUp:
     def __init__(self, steps: int | Literal["auto"], groups: Sequence[Group], beta2: float) -> None:
         self.steps, self.groups = steps, groups
         self.beta2 = beta2
-        self.interval = math.ceil(round(1 / (1 - beta2)) / CHECKS_A_WINDOW)
+        self.window = round(1 / (1 - beta2))
+        self.interval = math.ceil(self.window / CHECKS_A_WINDOW)
+        self.last_rise = -math.inf
         self.sums: dict[int, float] = {}
         self.lrs_before = [group.lr for group in groups]
 
     def ends_with(self, step: int, sum_of_v: float) -> bool:
         """To be asked once at the end of every step."""
         lrs = [group.lr for group in self.groups]
-        rising = any(now > before for now, before in zip(lrs, self.lrs_before, strict=True))
+        if any(now > before for now, before in zip(lrs, self.lrs_before, strict=True)) and step > 1:
+            self.last_rise = step
+        rising = step - self.last_rise < self.window
         self.lrs_before = lrs
         corrected = self.sums[step] = sum_of_v / (1 - self.beta2**step)
         if self.steps != "auto":
@@ -65,8 +69,10 @@ class OneBitAdamOracle:
         warmup_steps: int | Literal["auto"],
         betas: Betas = (0.9, 0.999),
         eps: float = 1e-8,
+        variance_floor: float = 0.1,
         maximize: bool = False,
     ) -> None:
+        self.variance_floor = variance_floor
         self.groups = list(groups)
         self.compressed, self.maximize = compressed, maximize
         self.space = FlatSpace(self.groups, workers, slices, bucket_elements)
@@ -101,7 +107,7 @@ class OneBitAdamOracle:
 
     def _freeze(self) -> None:
         for p in self.parameters:
-            p.P = p.current_preconditioner()
+            p.P = p.current_preconditioner(self.variance_floor)
         self.frozen = True
 
     def _compressed_step(self, gradients: Sequence[Gradient]) -> Outcome:

@@ -18,6 +18,7 @@ from tests.oracles.flat_space import (
     ScaledSigns,
     by_parameter,
     join,
+    root_mean_square,
 )
 from tests.oracles.lamb import LambParameter, lamb_step
 from tests.oracles.onebit_adam import WarmUp
@@ -37,8 +38,8 @@ class OneBitLambParameter(LambParameter):
     layer_scale: float = field(init=False, default=1.0)
     factor: float = field(init=False, default=1.0)
 
-    def freeze(self) -> None:
-        self.P = self.current_preconditioner()
+    def freeze(self, floor: float) -> None:
+        self.P = self.current_preconditioner(floor)
         if self.updates > 0:
             self.w = self.v / (1 - self.betas[1] ** self.updates)
             self.c_avg /= 1 - 0.9**self.updates
@@ -47,8 +48,11 @@ class OneBitLambParameter(LambParameter):
 
     @property
     def momentum_size(self) -> float:
-        """q_l = ||m_l|| / sqrt(d_l)"""
-        return float(np.sqrt(np.mean(self.m**2))) if self.m.size else 0.0
+        """q_l = max(||m_l||, 0.1 sqrt(sum v/(1 - beta2^k))) / sqrt(d_l)"""
+        if not self.updates:
+            return 0.0
+        corrected = self.v / (1 - self.betas[1] ** self.updates)
+        return max(root_mean_square(self.m), 0.1 * root_mean_square(np.sqrt(corrected)))
 
     def rebuild(self, m_before: np.ndarray) -> None:
         """g' = (m - beta1 m_before)/(1 - beta1), w = beta2 w + (1 - beta2) g'^2"""
@@ -90,8 +94,10 @@ class OneBitLambOracle:
         eps: float = 1e-6,
         min_coeff: float = 0.01,
         max_coeff: float = 10.0,
+        variance_floor: float = 0.1,
         maximize: bool = False,
     ) -> None:
+        self.variance_floor = variance_floor
         self.groups = list(groups)
         self.compressed, self.maximize = compressed, maximize
         self.space = FlatSpace(self.groups, workers, slices, bucket_elements)
@@ -130,9 +136,9 @@ class OneBitLambOracle:
     def _freeze(self) -> None:
         sizes = [p.momentum_size for p in self.parameters if p.momentum_size > 0]
         for p in self.parameters:
-            p.freeze()
+            p.freeze(self.variance_floor)
             if p.momentum_size > 0:
-                p.layer_scale = float(np.mean(sizes)) / p.momentum_size
+                p.layer_scale = min(max(float(np.mean(sizes)) / p.momentum_size, 1e-3), 1e3)
             p.h = p.layer_scale * p.m
         self.frozen = True
 

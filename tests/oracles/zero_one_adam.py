@@ -23,6 +23,7 @@ from tests.oracles.flat_space import (
     by_parameter,
     join,
     preconditioner_of,
+    root_mean_square,
 )
 
 
@@ -53,6 +54,7 @@ class ZeroOneParameter(AdamParameter):
     c: np.ndarray = field(init=False)
     x_then: np.ndarray = field(init=False)
     lr_sum: float = field(init=False, default=0.0)
+    lr_sum_before: float = field(init=False, default=0.0)
     decay_product: float = field(init=False, default=1.0)
     had_gradient: bool = field(init=False, default=False)
 
@@ -65,12 +67,20 @@ class ZeroOneParameter(AdamParameter):
     def x(self) -> np.ndarray:
         return self.value.reshape(self.workers, self.elements.size)
 
-    def current_preconditioner(self) -> np.ndarray:
-        return preconditioner_of(self.v, self.variance_updates, self.betas[1], self.eps)
+    def current_preconditioner(self, floor: float = 0.0) -> np.ndarray:
+        return preconditioner_of(self.v, self.variance_updates, self.betas[1], self.eps, floor)
+
+    def preconditioner_of_signs(self, floor: float) -> np.ndarray:
+        """Before the freeze it is eps that is at least floor rms(V)."""
+        if not self.variance_updates:
+            return np.zeros_like(self.v)
+        rms = root_mean_square(np.sqrt(self.v[self.v > 0] / (1 - self.betas[1] ** self.variance_updates)))
+        return preconditioner_of(self.v, self.variance_updates, self.betas[1], max(self.eps, floor * rms))
 
     def begin_interval(self, worker_errors: np.ndarray) -> None:
         self.c = worker_errors.copy()
         self.x_then = self.x[0].copy()
+        self.lr_sum_before = self.lr_sum or self.lr_sum_before
         self.lr_sum, self.decay_product, self.had_gradient = 0.0, 1.0, False
 
 
@@ -94,8 +104,10 @@ class ZeroOneAdamOracle:
         local_step_clipper: int = 16,
         betas: Betas = (0.9, 0.999),
         eps: float = 1e-8,
+        variance_floor: float = 0.1,
         maximize: bool = False,
     ) -> None:
+        self.variance_floor = variance_floor
         self.groups = list(groups)
         self.compressed, self.maximize = compressed, maximize
         self.var_freeze_step = var_freeze_step
@@ -160,12 +172,12 @@ class ZeroOneAdamOracle:
             if g.anywhere and not skipped:
                 p.m = p.betas[0] * p.m + (1 - p.betas[0]) * answer
                 p.updates += 1
-                p.adamw(p.current_preconditioner())
+                p.adamw(p.preconditioner_of_signs(self.variance_floor))
         return Outcome("signs", [skipped] * self.space.workers)
 
     def _freeze(self) -> None:
         for p in self.parameters:
-            p.P = p.current_preconditioner()
+            p.P = p.current_preconditioner(self.variance_floor)
         self.signs.forget()
         self._begin_interval()
         self.frozen = True
@@ -176,9 +188,11 @@ class ZeroOneAdamOracle:
         self.local_steps = 0
 
     def _step_after_the_freeze(self, gradients: Sequence[Gradient]) -> Outcome:
-        unfit = self._absorb(gradients)
         since_freeze = self.step_number - self.var_freeze_step
-        if since_freeze % local_interval(since_freeze, self.local_step_scaler, self.local_step_clipper) == 0:
+        interval = local_interval(since_freeze, self.local_step_scaler, self.local_step_clipper)
+        self._fade_errors(interval)
+        unfit = self._absorb(gradients)
+        if since_freeze % interval == 0:
             # Local steps must not be lost: only an interval of this one step can be skipped.
             skipped = any(unfit) and self.is_synchronized
             self._exchange(skipped)
@@ -186,6 +200,18 @@ class ZeroOneAdamOracle:
         self._move_locally(gradients, unfit)
         self.local_steps += 1
         return Outcome("none", unfit)
+
+    def _fade_errors(self, interval: int) -> None:
+        """In the first step of an interval whose learning rates are going to be less than 0.9 of the last one's."""
+        factors = []
+        for p in self.parameters:
+            factor = 1.0
+            if p.lr_sum == 0 and p.lr_sum_before > 0:
+                shrink = min(1.0, self._rate(p) * interval / p.lr_sum_before)
+                factor = shrink if shrink < 0.9 else 1.0
+            p.c *= factor
+            factors.append(np.full(p.elements.size, factor))
+        self.signs.fade_owner_errors(np.concatenate(factors))
 
     def _absorb(self, gradients: Sequence[Gradient]) -> list[bool]:
         """m = beta1 m + (1 - beta1) g, c = c + a m, worker by worker; returns who had a number that is not fit."""

@@ -388,7 +388,7 @@ def square_sum_case(count: int, *, seed: int, elements_off: int = 0) -> dict[str
 def precondition_case(count: int, *, seed: int, elements_off: int = 0) -> dict[str, Any]:
     """A variance of every magnitude, some of it zero."""
     v = hard_gradient(count, torch.float32, random(seed)).abs()
-    return {"v": guarded(v, elements_off=elements_off), "correction": 1.3, "eps": 1e-8}
+    return {"v": guarded(v, elements_off=elements_off), "correction": 1.3, "floor": 1e-3, "eps": 1e-8}
 
 
 # All of them ---------------------------------------------------------------------------------------------------------

@@ -209,7 +209,8 @@ def test_warm_up_ends_by_itself_when_v_falls_no_more() -> None:
 
 
 def test_warm_up_lasts_as_long_as_a_learning_rate_rises_and_gradients_are_missing() -> None:
-    # beta2 = 0.99: a window of 100, a check at multiples of 7 from 107 on, against 112 steps before: 119 is the first.
+    # beta2 = 0.99: a window of 100, a check at multiples of 7, against 112 steps before: 119 is the first, and 231 the
+    # first that is a window after step 126.
     groups = [Group([np.zeros(1)], 1.0), Group([np.zeros(1)], 0.0)]
     assert first_end(WarmUp("auto", groups, 0.99), lambda _: 1.0) == 119
 
@@ -217,7 +218,7 @@ def test_warm_up_lasts_as_long_as_a_learning_rate_rises_and_gradients_are_missin
         groups[1].lr = min(step, 126) / 126
         return 1.0
 
-    assert first_end(WarmUp("auto", groups, 0.99), rising_until_126) == 133
+    assert first_end(WarmUp("auto", groups, 0.99), rising_until_126) == 231
     assert first_end(WarmUp("auto", groups, 0.99), lambda step: 1.0 if step >= 30 else 0.0) == 35 + 112
 
 

@@ -18,7 +18,6 @@ class Alone:
     """
 
     payload = Payload(up_words=lambda _: 0, down_words=lambda _: 0, element_bits=0, in_place=True)
-    packets: Tensor | None = None
     output = NOTHING
 
     def __init__(self, m: Tensor) -> None:

@@ -50,8 +50,8 @@ class ScaledSign:
         self.sent = torch.zeros(layout.own_size, dtype=dtype) if memory is None else memory
         """`c` of this rank's slices, as it was sent last."""
         self._owned = layout.owned_by(node)
-        self.sent_scales = torch.zeros(layout.shards)
-        self.answer_scales = torch.zeros(layout.shards)
+        self.sent_scales = torch.zeros(layout.shards, dtype=torch.float32)
+        self.answer_scales = torch.zeros(layout.shards, dtype=torch.float32)
         self.answer = torch.zeros(layout.size // WORD, dtype=torch.int64)
         """The signs of the last answer, the same on all ranks, and with `answer_scales` what they stand for."""
         self.answered = torch.zeros(layout.held_size(self._owned), dtype=dtype)
@@ -60,8 +60,10 @@ class ScaledSign:
         self.answer_scales_before = torch.zeros_like(self.answer_scales) if remembers else None
         self.payload = Payload(up_words=_words_and_scale, down_words=_words_and_scale)
         self._lengths = [0] * layout.shards
-        self._owner_runs: list[list[list[int]]] = [[] for _ in layout.buckets]
-        for slot in layout.slots:
+        owner_runs: list[list[list[int]]] = [[] for _ in layout.buckets]
+        self._owners: list[list[int]] = [[] for _ in layout.buckets]
+        """For every bucket the positions of the parameters whose runs are in the shard that this rank owns."""
+        for position, slot in enumerate(layout.slots):
             for piece in layout.pieces(slot):
                 bucket = layout.buckets[piece.bucket]
                 number = bucket.shard_number(piece.shard)
@@ -69,9 +71,10 @@ class ScaledSign:
                 if piece.shard in self._owned:
                     first = bucket.start + piece.shard * bucket.shard_words * WORD
                     byte = HEADER_BYTES + (piece.start - first) // 8
-                    self._owner_runs[bucket.index].append([piece.start, 0, piece.stop - piece.start, byte, 0, number])
-        self._owner_tables = [torch.tensor(runs, dtype=torch.int64).view(-1, 6) for runs in self._owner_runs]
-        self._owner_sums = [torch.zeros(len(runs), dtype=torch.float64) for runs in self._owner_runs]
+                    owner_runs[bucket.index].append([piece.start, 0, piece.stop - piece.start, byte, 0, number])
+                    self._owners[bucket.index].append(position)
+        self._owner_tables = [torch.tensor(runs, dtype=torch.int64).view(-1, 6) for runs in owner_runs]
+        self._owner_sums = [torch.zeros(len(runs), dtype=torch.float64) for runs in owner_runs]
 
     def learn(self, mail: Mail) -> None:
         """See `Codec`."""
@@ -188,6 +191,24 @@ class ScaledSign:
         for memory in (self.sent, self.answered, self.sent_scales, self.answer_scales, self.answer):
             memory.zero_()
 
+    def fade(self, factors: Sequence[float]) -> None:
+        """Multiply what has not been said yet by a factor for each parameter, at the worker and at the owner."""
+        for parts, factor in zip(self._mail.parts, factors, strict=True):
+            for part in parts:
+                _fade(
+                    part.up_runs,
+                    [factor] * len(part.up_runs),
+                    self.sent,
+                    part.frame.bucket.state_shift,
+                    self.sent_scales,
+                )
+        for bucket, runs, owners in zip(self._layout.buckets, self._owner_tables, self._owners, strict=True):
+            shift = bucket.shift_of(self._owned)
+            _fade(runs, [factors[position] for position in owners], self.answered, shift, self.answer_scales)
+        # Errors have been taken: there is nothing to take from them any more.
+        self.sent_scales.zero_()
+        self.answer_scales.zero_()
+
     def start_from(self, m: Tensor, factors: Sequence[float]) -> None:
         """Go on from a dense momentum, times a factor for each parameter in flat order, as the last answer's part.
 
@@ -210,6 +231,14 @@ _STRETCH = 1 << 18
 
 NOTHING, SIGNS, MOMENTUM = range(3)
 """What `encode_momentum` writes into packets."""
+
+
+def _fade(runs: Tensor, factors: Sequence[float], memory: Tensor, shift: int, scales: Tensor) -> None:
+    for (element, _, count, _, _, shard), factor in zip(runs.tolist(), factors, strict=True):
+        for c in memory[element - shift : element - shift + count].split(_STRETCH):
+            values = c.to(torch.float32)
+            said = torch.where(values >= 0, scales[shard], -scales[shard])
+            c.copy_((values - said) * factor)
 
 
 def _words_and_scale(shard_words: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from thinwire.codecs import Codec
 from thinwire.codecs.dense import Dense
 from thinwire.codecs.sign import ScaledSign
 from thinwire.optimizers._base import WireOptimizer
-from thinwire.optimizers._state import State
+from thinwire.optimizers._state import LayerNumbers, State
 from thinwire.wire.buckets import Layout
 from thinwire.wire.mail import Part
 from thinwire.wire.topology import Choice
@@ -69,68 +70,104 @@ class AdamFamily(WireOptimizer):
         return {"bucket_mb": self._bucket_mb}
 
     def _declare(self, layout: Layout) -> tuple[dict[str, Codec], State]:
-        self._m = torch.zeros(layout.size)
-        self._v = torch.zeros(layout.size)
-        self._updates = torch.zeros(len(layout.slots), dtype=torch.int64)
+        self._m = torch.zeros(layout.size, dtype=torch.float32)
+        self._v = torch.zeros(layout.size, dtype=torch.float32)
+        self._layers: dict[str, LayerNumbers] = {}
+        self._updates = self._layer_numbers("updates", layout, torch.int64)
         """How often each parameter has been updated, for bias correction."""
+        self._variances = self._layer_numbers("variance", layout, torch.float64)
+        """The sum of each parameter's `v`."""
         self._dense = Dense(self._kernels)
-        state = State(whole={"m": self._m, "v": self._v}, layers={"updates": self._updates})
-        return {DENSE: self._dense}, state
+        layers = {name: numbers.tensor for name, numbers in self._layers.items()}
+        return {DENSE: self._dense}, State(whole={"m": self._m, "v": self._v}, layers=layers)
+
+    def _layer_numbers(self, name: str, layout: Layout, dtype: torch.dtype, start: float = 0) -> LayerNumbers:
+        self._layers[name] = LayerNumbers(len(layout.slots), dtype, start)
+        return self._layers[name]
+
+    def _begin_step(self) -> None:
+        """See `WireOptimizer._begin_step`."""
+        super()._begin_step()
+        for numbers in self._layers.values():
+            numbers.read()
+
+    def _end_step(self) -> None:
+        for numbers in self._layers.values():
+            numbers.write()
 
     def _local(self, position: int, part: Part, grad: Tensor | None, group: dict[str, Any], scale: float) -> bool:
         return self._dense.encode(part, grad, signed(scale, group))
 
     def _apply_gradient(
         self,
-        part: Part,
+        position: int,
+        parts: Sequence[Part],
         x: Tensor,
         low: Tensor | None,
         group: dict[str, Any],
         variance_updates: int,
-        signs: ScaledSign | None,
-        *,
-        rate: float,
-        decay: float,
-    ) -> float:
-        """AdamW by the answer: the mean gradient, or where it came as `signs` without an update of the variance.
+        signs: ScaledSign | None = None,
+        eps: float | None = None,
+    ) -> None:
+        """AdamW by the answer: the mean gradient, or where it came as `signs` without an update of the variance."""
+        lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+        self._updates.now[position] += 1
+        variances = [
+            self._kernels.adam_apply(
+                part.down_runs,
+                x,
+                low,
+                self._m,
+                self._v,
+                self._channel.mail.answers if signs is None else signs.answer,
+                None if signs is None else signs.answer_scales,
+                beta1=beta1,
+                beta2=beta2,
+                eps=group["eps"] if eps is None else eps,
+                rate=lr * correction(beta1, self._updates.now[position]),
+                correction=root_correction(beta2, variance_updates),
+                decay=1.0 - lr * group["weight_decay"],
+                update_variance=signs is None,
+            )
+            for part in parts
+        ]
+        self._variances.now[position] = math.fsum(variances)
 
-        Returns:
-            The sum of the part's variance.
-        """
-        beta1, beta2 = group["betas"]
-        return self._kernels.adam_apply(
-            part.down_runs,
-            x,
-            low,
-            self._m,
-            self._v,
-            self._channel.mail.answers if signs is None else signs.answer,
-            None if signs is None else signs.answer_scales,
-            beta1=beta1,
-            beta2=beta2,
-            eps=group["eps"],
-            rate=rate,
-            correction=root_correction(beta2, variance_updates),
-            decay=decay,
-            update_variance=signs is None,
-        )
+    def _floor(self, position: int, variance_updates: int, floor: float) -> float:
+        """`floor` times the root of the mean v̂ of a parameter, over those coordinates that have had a gradient."""
+        slot = self._layout.slots[position]
+        living = int(torch.count_nonzero(self._v[slot.start : slot.start + slot.numel]))
+        if not living:
+            return 0.0
+        beta2 = self._group_of(position)["betas"][1]
+        return floor * math.sqrt(self._variances.now[position] / living) * root_correction(beta2, variance_updates)
 
-    def _count_update(self, position: int) -> int:
-        self._updates[position] += 1
-        return int(self._updates[position])
-
-    def _freeze_variance(self, updates: Tensor) -> None:
+    def _freeze_variance(self, updates: Sequence[int], floor: float) -> None:
         """Turn every `v` into what it multiplies steps by from now on, 1/(√v̂ + ε), and 0 where it is 0.
 
         Args:
             updates: how often the variance of each parameter has been updated.
+            floor: √v̂ counts for at least this much of its root mean square.
         """
         for position, slot in enumerate(self._layout.slots):
             group = self._group_of(position)
-            correction = root_correction(group["betas"][1], int(updates[position]))
-            v = self._v[slot.start : slot.start + slot.numel]
             # By a kernel of ours: torch's roots are not the same on every processor, and replicas must be.
-            self._kernels.precondition(v, correction=correction, eps=group["eps"])
+            self._kernels.precondition(
+                self._v[slot.start : slot.start + slot.numel],
+                correction=root_correction(group["betas"][1], updates[position]),
+                floor=self._floor(position, updates[position], floor),
+                eps=group["eps"],
+            )
+
+
+def check_floor(floor: float) -> None:
+    """Refuse what is no part of anything.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    if not 0 <= floor <= 1:
+        raise ValueError(f"variance_floor={floor!r}: expected a number in [0, 1]")
 
 
 def check_error_dtype(dtype: torch.dtype) -> None:

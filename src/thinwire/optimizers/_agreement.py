@@ -32,7 +32,7 @@ def describe(optimizer: WireOptimizer, names: dict[Tensor, str]) -> Description:
         "the topology": str(optimizer._topology),
         "node_dtype": str(optimizer._node_dtype),
         **optimizer._settings(),
-        "the number of steps taken": int(optimizer._step_count),
+        **optimizer._progress(),
         "the number of parameter groups": len(optimizer.param_groups),
         "the number of parameters": len(params),
     }

@@ -97,6 +97,10 @@ class WireOptimizer(Optimizer, abc.ABC):
     def _settings(self) -> dict[str, Any]:
         """Arguments of the constructor, beyond those of parameter groups, on which all ranks must agree."""
 
+    def _progress(self) -> dict[str, Any]:
+        """How far the run has come, on which all ranks must agree too."""
+        return {"the number of steps taken": int(self._step_count)}
+
     @abc.abstractmethod
     def _declare(self, layout: Layout) -> tuple[dict[str, Codec], State]:
         """Allocate the flat state; tell by which codecs the optimizer speaks, and what is kept, to be saved.
@@ -126,6 +130,9 @@ class WireOptimizer(Optimizer, abc.ABC):
     def _first_flags(self) -> int:
         """The flags with which this step's packets start out."""
         return 0
+
+    def _before_exchange(self) -> None:
+        """What happens before the first parameter of an exchange is encoded."""
 
     def _settle(self, flags: int) -> int:
         """What happens between the exchange and the apply, given the flags seen; returns those to go on with."""
@@ -318,6 +325,7 @@ class WireOptimizer(Optimizer, abc.ABC):
         traffic, channel = self._open_traffic(), self._channel
         if not self._under_way:
             self._under_way = True
+            self._before_exchange()
             traffic.begin(channel)
         for part in channel.mail.parts[position]:
             bucket = part.frame.bucket
@@ -380,13 +388,19 @@ class WireOptimizer(Optimizer, abc.ABC):
         self._repeats = False
         return self._wait()
 
-    def _apply_all(self) -> None:
+    def _present(self) -> list[int]:
+        """The positions of the parameters that have a gradient on some worker, as the answers say."""
         mail = self._channel.mail
         present = [mail.read_presence(frame) for frame in mail.frames]
-        for position, p in enumerate(self._flat_params):
-            parts = mail.parts[position]
-            if not parts or not present[parts[0].frame.bucket.index] & parts[0].presence:
-                continue
+        return [
+            position
+            for position, parts in enumerate(mail.parts)
+            if parts and present[parts[0].frame.bucket.index] & parts[0].presence
+        ]
+
+    def _apply_all(self) -> None:
+        for position in self._present():
+            p, parts = self._flat_params[position], self._channel.mail.parts[position]
             dense = p if is_dense(p) else p.contiguous()
             master = self.state[p].get("master")
             x, low = (dense, None) if master is None else (master, dense)

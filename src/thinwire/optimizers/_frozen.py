@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.optim.optimizer import ParamsT
 from thinwire.codecs import Codec
 from thinwire.codecs.sign import ScaledSign
 from thinwire.optimizers import _warmup
-from thinwire.optimizers._adam import DENSE, SIGNS, AdamFamily, check_error_dtype, keep_signs
+from thinwire.optimizers._adam import DENSE, SIGNS, AdamFamily, check_error_dtype, check_floor, keep_signs
 from thinwire.optimizers._state import State
 from thinwire.optimizers._warmup import Warmup
 from thinwire.wire.buckets import Layout
@@ -41,6 +42,7 @@ class FrozenVariance(AdamFamily):
         *,
         warmup_steps: _warmup.Length,
         total_steps: int | None,
+        variance_floor: float,
         maximize: bool,
         error_dtype: torch.dtype,
         process_group: dist.ProcessGroup | None,
@@ -50,8 +52,9 @@ class FrozenVariance(AdamFamily):
         bucket_mb: float | None,
     ) -> None:
         check_error_dtype(error_dtype)
+        check_floor(variance_floor)
         self._warmup_steps: _warmup.Length = warmup_steps
-        self._total_steps = total_steps
+        self._variance_floor = variance_floor
         self._error_dtype = error_dtype
         super().__init__(
             params,
@@ -66,27 +69,33 @@ class FrozenVariance(AdamFamily):
             node_dtype=node_dtype,
             bucket_mb=bucket_mb,
         )
+        _warmup.warn_of_dense_run(warmup_steps, total_steps, self._largest_beta2())
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
-        _warmup.check(self._warmup_steps, self._total_steps, group["betas"][1])
+        _warmup.check(self._warmup_steps, group["betas"][1])
+
+    def _largest_beta2(self) -> float:
+        return max((group["betas"][1] for group in self.param_groups), default=0.0)
 
     def _settings(self) -> dict[str, Any]:
         return {
             **super()._settings(),
             "warmup_steps": self._warmup_steps,
+            "variance_floor": self._variance_floor,
             "error_dtype": str(self._error_dtype),
         }
 
+    def _progress(self) -> dict[str, Any]:
+        return {**super()._progress(), "the last step of the warm-up": self._warmup.ended_at or "none yet"}
+
     def _declare(self, layout: Layout) -> tuple[dict[str, Codec], State]:
         codecs, state = super()._declare(layout)
-        beta2 = max((group["betas"][1] for group in self.param_groups), default=0.0)
-        self._warmup = Warmup(self._warmup_steps, beta2, len(self.param_groups))
+        self._warmup = Warmup(self._warmup_steps, self._largest_beta2(), len(self.param_groups))
         state.common["warmup"] = self._warmup.memory
         if self._topology.compresses:
-            # The momentum as it was before the switch is not needed after it, and has the right size.
-            fits = self._error_dtype == torch.float32 and layout.slices == 1
-            memory = self._m if fits else None
+            # The momentum as it was before the switch is not needed after it: what is kept of it then takes its place.
+            memory = self._m.view(self._error_dtype)[: layout.own_size]
             self._signs = ScaledSign(
                 layout, self._topology.node, self._kernels, self._error_dtype, memory, remembers=self._remembers
             )
@@ -106,30 +115,24 @@ class FrozenVariance(AdamFamily):
         super()._begin_step()
         if self._compressing:
             self._channels[DENSE].release()
-        self._variance = 0.0
-        """The sum of all variances after this step, once it is taken."""
-        self._taken = False
 
     def _settle(self, flags: int) -> int:
         if self._compressing:
             self._signs.adopt()
         return flags
 
-    def _conclude(self) -> None:
-        self._taken = True
-
     def _end_step(self) -> None:
-        if self._compressing or not self._topology.compresses:
-            return
-        rates = [float(group["lr"]) for group in self.param_groups]
-        if self._warmup.over(self._step_number, self._variance if self._taken else None, rates):
-            self._switch()
+        if self._topology.compresses and not self._compressing:
+            rates = [float(group["lr"]) for group in self.param_groups]
+            if self._warmup.over(self._step_number, math.fsum(self._variances.now), rates):
+                self._switch()
+        super()._end_step()
 
     def _switch(self) -> None:
         """From the dense stage to the compressed one."""
         factors = [self._group_of(i)["betas"][0] * self._weight(i) for i in range(len(self._flat_params))]
         self._signs.start_from(self._m, factors)
-        self._freeze_variance(self._updates)
+        self._freeze_variance(self._updates.now, self._variance_floor)
 
     def _weight(self, position: int) -> float:
         """What a parameter's momentum is multiplied by on the wire."""

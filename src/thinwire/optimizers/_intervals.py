@@ -1,9 +1,11 @@
-"""When 0/1 Adam updates its variance, and when its workers synchronise: functions of the step's number alone."""
+"""When 0/1 Adam updates its variance, when its workers synchronise, and what has happened since they last did."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+
+import torch
 
 
 def variance_steps(scaler: int, last: int) -> frozenset[int]:
@@ -27,6 +29,58 @@ def local_interval(since_freeze: int, scaler: int, clipper: int) -> int:
     return min(2 ** min(doublings, 62), clipper)
 
 
-def synchronises(since_freeze: int, scaler: int, clipper: int) -> bool:
-    """Whether that step is one at which workers synchronise."""
-    return since_freeze % local_interval(since_freeze, scaler, clipper) == 0
+class Interval:
+    """What is known of the steps since replicas were equal, in one small tensor that is saved.
+
+    Args:
+        groups: how many parameter groups there are.
+    """
+
+    def __init__(self, groups: int) -> None:
+        # The last step before the variance was frozen (0: not yet); the number of local steps since replicas were
+        # equal. Then for each group: the sum of learning rates since, 1 minus what weight decay has left since (so that
+        # all of it starts from zero), and the sum of learning rates of the interval before.
+        self.memory = torch.zeros(2 + 3 * groups, dtype=torch.float64)
+        self._sums, self._losses, self._sums_before = self.memory[2:].view(3, groups)
+        self.read()
+
+    def read(self) -> None:
+        """Take over what the tensor says, which may have been loaded."""
+        self.frozen_at = int(self.memory[0])
+        """The last step before the variance was frozen; 0 if it is not."""
+        self.local_steps = int(self.memory[1])
+        """How many local steps there have been since replicas were equal."""
+
+    def freeze(self, step: int) -> None:
+        """Note that the variance is frozen with this step."""
+        self.memory[0] = self.frozen_at = step
+
+    def note(self, rates: Sequence[float], decays: Sequence[float], *, local: bool) -> None:
+        """Add a step: the groups' learning rates, and what their weight decay leaves of a parameter."""
+        self.local_steps += local
+        self.memory[1] = self.local_steps
+        self._sums += torch.tensor(rates, dtype=torch.float64)
+        self._losses.copy_(1.0 - (1.0 - self._losses) * torch.tensor(decays, dtype=torch.float64))
+
+    def of_groups(self) -> tuple[list[float], list[float]]:
+        """For each group the sum of learning rates, and what weight decay has left."""
+        return self._sums.tolist(), (1.0 - self._losses).tolist()
+
+    def shrinks(self, rates: Sequence[float], length: int) -> list[float]:
+        """For each group, how much smaller the sum of learning rates is going to be than it was in the last interval.
+
+        Args:
+            rates: those of the first step of an interval.
+            length: how many steps the interval is going to have.
+        """
+        if bool(self._sums.any()):
+            return [1.0] * len(rates)  # it has begun already
+        pairs = zip(rates, self._sums_before.tolist(), strict=True)
+        return [min(1.0, rate * length / before) if before > 0 else 1.0 for rate, before in pairs]
+
+    def end(self) -> None:
+        """Replicas are equal again."""
+        torch.where(self._sums > 0, self._sums, self._sums_before, out=self._sums_before)
+        self.memory[1] = self.local_steps = 0
+        self._sums.zero_()
+        self._losses.zero_()

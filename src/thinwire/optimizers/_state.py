@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from thinwire.wire.buckets import WORD, Layout
@@ -18,7 +20,7 @@ class State:
     own: Tensors = field(default_factory=dict)
     """As long as this rank's slices of the flat space: what a worker keeps for itself."""
     whole: Tensors = field(default_factory=dict)
-    """As long as the whole flat space, the same on all ranks."""
+    """As long as the whole flat space."""
     owned: Tensors = field(default_factory=dict)
     """As long as the shards that this rank owns."""
     words: Tensors = field(default_factory=dict)
@@ -42,3 +44,25 @@ class State:
         state |= {name: words[slot.start // WORD : slot.stop // WORD] for name, words in self.words.items()}
         state |= {name: layout.shard_view(table, slot) for name, table in self.shards.items()}
         return state
+
+
+class LayerNumbers:
+    """A number for each parameter: in a tensor that is saved, and between `read` and `write` in a list that is quick.
+
+    Args:
+        layers: how many parameters there are.
+        dtype: of the tensor.
+        start: what all numbers are at first.
+    """
+
+    def __init__(self, layers: int, dtype: torch.dtype, start: float = 0) -> None:
+        self.tensor = torch.full((layers,), start, dtype=dtype)
+        self.read()
+
+    def read(self) -> None:
+        """Take the numbers from the tensor."""
+        self.now: list[Any] = self.tensor.tolist()
+
+    def write(self) -> None:
+        """Put them back into the tensor."""
+        self.tensor.copy_(torch.tensor(self.now, dtype=self.tensor.dtype))

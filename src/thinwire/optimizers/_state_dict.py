@@ -39,7 +39,6 @@ def install(optimizer: WireOptimizer) -> None:
 
 def _take_out(registered: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     optimizer = cast("WireOptimizer", registered)
-    optimizer._finish_exchange()
     # Everything is checked here, before torch or we change anything.
     groups = [dict(group) for group in state_dict["param_groups"]]
     for group in groups:
@@ -71,6 +70,7 @@ def _take_out(registered: Optimizer, state_dict: dict[str, Any]) -> dict[str, An
             copies.append((value, loaded))
     if len(steps) > 1:
         raise ValueError(f"the state dict mixes steps {sorted(steps)}: all parameters must come from one checkpoint")
+    optimizer._finish_exchange()
     optimizer._loading = (dict(optimizer.state), copies)
     return {"state": {}, "param_groups": groups}
 

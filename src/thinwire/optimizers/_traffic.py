@@ -79,6 +79,15 @@ class Link:
     threaded: bool
 
 
+@dataclass(frozen=True)
+class _Trip:
+    """What the buckets of one exchange need on their way."""
+
+    codec: Codec
+    mail: Mail
+    exchange: Exchange
+
+
 class Presence:
     """For every bucket, as bits, which of its parameters have a gradient.
 
@@ -111,17 +120,18 @@ class Traffic:
         self._lanes = [Lane(threaded=link.threaded, failure=self._failure) for _ in range(3)]
         self._sending, self._answering, self._collecting = self._lanes
         self.node = link.node
+        self._trip: _Trip | None = None
         self._refusal: RuntimeError | None = None
         self.flags_seen = 0
         """What any rank has raised in the exchange under way or just over."""
 
     def begin(self, channel: Channel) -> None:
         """Be ready for all packets of an exchange."""
-        self._channel = channel
-        self._exchange = channel.exchange(self._link.group, self._link.meter)
+        exchange = channel.exchange(self._link.group, self._link.meter)
+        self._trip = _Trip(channel.codec, channel.mail, exchange)
         self._refusal = None
         self.flags_seen = 0
-        self._sending.submit(self._exchange.listen)
+        self._sending.submit(exchange.listen)
 
     def submit(self, job: Job, presence: Presence, encode_mean: EncodeMean | None, *, gradients: bool) -> None:
         """Send a bucket on its way.
@@ -132,44 +142,47 @@ class Traffic:
             encode_mean: in a hierarchical topology, where the gradients of a node are averaged before they are encoded.
             gradients: whether there are any; else the state is encoded as it is.
         """
-        send = functools.partial(self._send, job, presence)
+        assert self._trip is not None, "an exchange begins before its first bucket is complete"
+        send = functools.partial(self._send, self._trip, job, presence)
         if self.node is not None:
             assert encode_mean is not None
-            send = functools.partial(self._send_as_node, self.node, job, presence, encode_mean, gradients)
+            send = functools.partial(self._send_as_node, self.node, self._trip, job, presence, encode_mean, gradients)
         self._sending.submit(send)
 
-    def _send_as_node(self, node: Node, job: Job, presence: Presence, encode_mean: EncodeMean, gradients: bool) -> None:
+    def _send_as_node(
+        self, node: Node, trip: _Trip, job: Job, presence: Presence, encode_mean: EncodeMean, gradients: bool
+    ) -> None:
         bucket = job.frame.bucket.index
         if gradients:
             presence.now[bucket] = node.scatter(job, presence.now[bucket])
-        for position, part in self._channel.mail.contents[bucket]:
+        for position, part in trip.mail.contents[bucket]:
             if part.up_runs.shape[0]:
                 present = gradients and presence.now[bucket] & part.presence
                 job.flags |= encode_mean(position, part, node.mean(job, part.up_runs) if present else None)
-        self._send(job, presence)
+        self._send(trip, job, presence)
 
-    def _send(self, job: Job, presence: Presence) -> None:
-        self._channel.codec.seal(job.frame)
-        self._channel.mail.write_presence(job.frame, presence.of(job.frame.bucket.index))
-        self._exchange.send(job)
-        self._answering.submit(functools.partial(self._answer, job))
+    def _send(self, trip: _Trip, job: Job, presence: Presence) -> None:
+        trip.codec.seal(job.frame)
+        trip.mail.write_presence(job.frame, presence.of(job.frame.bucket.index))
+        trip.exchange.send(job)
+        self._answering.submit(functools.partial(self._answer, trip, job))
 
-    def _answer(self, job: Job) -> None:
-        self._exchange.answer(job, self._merge)
-        self._collecting.submit(functools.partial(self._collect, job))
+    def _answer(self, trip: _Trip, job: Job) -> None:
+        trip.exchange.answer(job, functools.partial(self._merge, trip))
+        self._collecting.submit(functools.partial(self._collect, trip, job))
 
-    def _merge(self, frame: Frame, shard: int) -> None:
-        self._channel.codec.merge(frame, shard)
+    def _merge(self, trip: _Trip, frame: Frame, shard: int) -> None:
+        trip.codec.merge(frame, shard)
         self._link.kernels.any_of(
             frame.received, frame.up_presence, frame.presence_words, frame.answers[shard], frame.down_presence
         )
 
-    def _collect(self, job: Job) -> None:
-        self._exchange.collect(job)
+    def _collect(self, trip: _Trip, job: Job) -> None:
+        trip.exchange.collect(job)
         if self.node is not None:
             self.node.share(job)
         try:
-            self.flags_seen |= self._exchange.conclude(job)
+            self.flags_seen |= trip.exchange.conclude(job)
         except RuntimeError as refusal:
             # Not raised here, where it would stop the lanes: other ranks count on the packets that are under way.
             self._refusal = self._refusal or refusal
@@ -182,6 +195,7 @@ class Traffic:
         """
         for lane in self._lanes:
             lane.drain()
+        self._trip = None  # whose packets may be large, and not needed again
         if self._refusal is not None:
             self._failure.note(self._refusal)
         self._failure.check()

@@ -20,7 +20,8 @@ from thinwire.codecs import Codec
 from thinwire.codecs.dense import Dense
 from thinwire.codecs.stochastic_sign import Downlink, StochasticSign
 from thinwire.kernels import rng
-from thinwire.optimizers._base import State, WireOptimizer
+from thinwire.optimizers._base import WireOptimizer
+from thinwire.optimizers._state import State
 from thinwire.wire import packet
 from thinwire.wire.buckets import Layout
 from thinwire.wire.mail import Part

@@ -89,24 +89,14 @@ class Lamb(AdamFamily):
         )
 
     def _settings(self) -> dict[str, Any]:
-        # Nothing depends on buckets here: gradients are averaged as they are.
-        return {"min_coeff": self._coeffs[0], "max_coeff": self._coeffs[1]}
+        return {**super()._settings(), "min_coeff": self._coeffs[0], "max_coeff": self._coeffs[1]}
 
     def _apply(
         self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None, group: dict[str, Any]
     ) -> None:
-        lamb_step(
-            self._kernels,
-            parts,
-            x,
-            low,
-            self._m,
-            self._v,
-            self._channel.mail.answers,
-            group,
-            self._count_update(position),
-            self._coeffs,
-        )
+        self._updates.now[position] += 1
+        answers, updates = self._channel.mail.answers, self._updates.now[position]
+        lamb_step(self._kernels, parts, x, low, self._m, self._v, answers, group, updates, self._coeffs)
 
 
 def lamb_step(

@@ -50,9 +50,12 @@ class OneBitAdam(FrozenVariance):
         eps: added to √v̂, as in AdamW.
         weight_decay: decoupled decay λ, as in AdamW.
         warmup_steps: how many steps are dense; a tenth to a fifth of the run is common. "auto": until the sum of the
-            variance is at least 0.96 of what it was 1/(1-β2) steps before, and no learning rate rises. It is looked at
-            16 times in that many steps, and logged (logger "thinwire") when it happens.
+            variance, without its bias, is at least 0.96 of what it was 1/(1-β2) steps before, and no learning rate has
+            risen for as long. It is looked at 16 times in that many steps, and logged (logger "thinwire").
         total_steps: the length of the run, if you know it: you are warned if the warm-up is going to take all of it.
+        variance_floor: at the switch √v̂ of a coordinate counts for at least this part of the root mean square of its
+            parameter's. A sign says as much to a row that hardly ever has a gradient as to all others, and divided by
+            next to nothing it would throw the row about. 0 is the paper's rule.
         maximize: ascend instead of descend.
         error_dtype: of the two error memories. torch.bfloat16 halves them.
         process_group: the ranks that train together; the default group if None.
@@ -75,6 +78,7 @@ class OneBitAdam(FrozenVariance):
     Differences from the paper:
         * Bias correction as in Adam, of the momentum throughout, of the variance up to the freeze.
         * A scale a shard of a bucket instead of one a model, and decoupled weight decay.
+        * The floor of the frozen variance.
         * A coordinate that has never had a gradient (v = 0) neither moves nor decays, during warm-up and after it.
         * After the switch a parameter without a gradient on a worker counts as one with zeros there; one without a
           gradient on all workers does not move, while its momentum decays.
@@ -92,6 +96,7 @@ class OneBitAdam(FrozenVariance):
         *,
         warmup_steps: Length = "auto",
         total_steps: int | None = None,
+        variance_floor: float = 0.1,
         maximize: bool = False,
         error_dtype: torch.dtype = torch.float32,
         process_group: dist.ProcessGroup | None = None,
@@ -108,6 +113,7 @@ class OneBitAdam(FrozenVariance):
             weight_decay,
             warmup_steps=warmup_steps,
             total_steps=total_steps,
+            variance_floor=variance_floor,
             maximize=maximize,
             error_dtype=error_dtype,
             process_group=process_group,
@@ -126,11 +132,11 @@ class OneBitAdam(FrozenVariance):
     def _apply(
         self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None, group: dict[str, Any]
     ) -> None:
+        if not self._compressing:
+            self._apply_gradient(position, parts, x, low, group, self._updates.now[position] + 1)
+            return
         lr = float(group["lr"])
-        updates = self._count_update(position)
-        move = {"rate": lr * correction(group["betas"][0], updates), "decay": 1.0 - lr * group["weight_decay"]}
+        self._updates.now[position] += 1
+        rate = lr * correction(group["betas"][0], self._updates.now[position])
         for part in parts:
-            if self._compressing:
-                self._apply_signs(part, x, low, **move)
-            else:
-                self._variance += self._apply_gradient(part, x, low, group, updates, None, **move)
+            self._apply_signs(part, x, low, rate=rate, decay=1.0 - lr * group["weight_decay"])

@@ -27,6 +27,9 @@ from thinwire.wire.mail import Part
 from thinwire.wire.topology import Choice
 
 _COEFF_BETA = 0.9
+_SILENT = 0.1
+"""A layer with less momentum than this much of √v̂ has fallen silent: noise alone gives twice as much at β1 = 0.9."""
+_MOST_WEIGHT = 1000.0
 
 
 class OneBitLamb(FrozenVariance):
@@ -61,6 +64,7 @@ class OneBitLamb(FrozenVariance):
         weight_decay: decay λ, as a part of the direction r.
         warmup_steps: how many steps are dense, or "auto", as in `thinwire.OneBitAdam`.
         total_steps: the length of the run, if you know it: you are warned if the warm-up is going to take all of it.
+        variance_floor: √v̂ counts for at least this part of its root mean square, as in `thinwire.OneBitAdam`.
         min_coeff: the least factor c of a layer during warm-up.
         max_coeff: the largest.
         factor_min: the least factor f of a layer after the warm-up.
@@ -86,6 +90,8 @@ class OneBitLamb(FrozenVariance):
         * Bias correction as in Adam; c_avg begins at the first c instead of at zero.
         * The frozen variance and w are the corrected ones. w follows from the second step after the switch on, because
           the momentum before the first is no sum of signs.
+        * A layer's weight k is at most 1000 times the mean's and at least a 1000th; a layer that has fallen silent
+          before the switch is weighed by a tenth of √v̂. The floor of the frozen variance.
         * A layer without momentum at the switch has a weight of 1; factors of 1 where the weights or the direction are
           zero.
         * A coordinate that has never had a gradient (v = 0) neither moves nor decays, and does not count in f.
@@ -105,6 +111,7 @@ class OneBitLamb(FrozenVariance):
         *,
         warmup_steps: Length = "auto",
         total_steps: int | None = None,
+        variance_floor: float = 0.1,
         min_coeff: float = 0.01,
         max_coeff: float = 10.0,
         factor_min: float = 0.5,
@@ -120,6 +127,8 @@ class OneBitLamb(FrozenVariance):
     ) -> None:
         check_range("min_coeff", min_coeff, "max_coeff", max_coeff)
         check_range("factor_min", factor_min, "factor_max", factor_max)
+        if not factor_min <= 1 <= factor_max:
+            raise ValueError(f"factor_min={factor_min!r} and factor_max={factor_max!r}: expected 1 between them")
         if not 0 <= factor_threshold < 1:
             raise ValueError(f"factor_threshold={factor_threshold!r}: expected a number in [0, 1)")
         self._coeffs = (min_coeff, max_coeff)
@@ -133,6 +142,7 @@ class OneBitLamb(FrozenVariance):
             weight_decay,
             warmup_steps=warmup_steps,
             total_steps=total_steps,
+            variance_floor=variance_floor,
             maximize=maximize,
             error_dtype=error_dtype,
             process_group=process_group,
@@ -149,14 +159,13 @@ class OneBitLamb(FrozenVariance):
 
     def _declare(self, layout: Layout) -> tuple[dict[str, Codec], State]:
         codecs, state = super()._declare(layout)
-        layers = len(layout.slots)
-        self._coefficient = torch.zeros(layers, dtype=torch.float64)
+        self._coefficient = self._layer_numbers("coefficient", layout, torch.float64)
         """c_avg of each layer, up to the switch without bias correction."""
-        self._factor = torch.ones(layers, dtype=torch.float64)
-        self._layer_weight = torch.ones(layers, dtype=torch.float64)
-        state.layers.update(coefficient=self._coefficient, factor=self._factor, weight=self._layer_weight)
+        self._factor = self._layer_numbers("factor", layout, torch.float64, start=1)
+        self._layer_weight = self._layer_numbers("weight", layout, torch.float64, start=1)
+        state.layers.update({name: numbers.tensor for name, numbers in self._layers.items()})
         if self._topology.compresses:
-            self._w = torch.zeros(layout.size)
+            self._w = torch.zeros(layout.size, dtype=torch.float32)
             state.whole["w"] = self._w
         return codecs, state
 
@@ -170,14 +179,16 @@ class OneBitLamb(FrozenVariance):
     def _apply(
         self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None, group: dict[str, Any]
     ) -> None:
-        updates = self._count_update(position)
+        self._updates.now[position] += 1
+        updates = self._updates.now[position]
         if self._compressing:
             self._apply_compressed(position, parts, x, low, group, updates)
             return
         answers = self._channel.mail.answers
         c, variance = lamb_step(self._kernels, parts, x, low, self._m, self._v, answers, group, updates, self._coeffs)
-        self._variance += variance
-        self._coefficient[position] = _COEFF_BETA * float(self._coefficient[position]) + (1 - _COEFF_BETA) * c
+        self._variances.now[position] = variance
+        average = self._coefficient.now[position]
+        self._coefficient.now[position] = _COEFF_BETA * average + (1 - _COEFF_BETA) * c
 
     def _apply_compressed(
         self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None, group: dict[str, Any], updates: int
@@ -209,7 +220,7 @@ class OneBitLamb(FrozenVariance):
             measured += sums.tolist()
         adaptive, length = norms([row[:2] for row in measured])
         factor = self._next_factor(position, max(row[2] for row in measured), adaptive, length, weight_decay)
-        rate = float(group["lr"]) * float(self._coefficient[position]) * factor
+        rate = float(group["lr"]) * self._coefficient.now[position] * factor
         for part in parts:
             self._apply_signs(part, x, low, rate=rate * unbias * shrink, decay=1.0 - rate * weight_decay)
 
@@ -219,26 +230,37 @@ class OneBitLamb(FrozenVariance):
             share = min(1.0, adaptive / length) if length > 0 else 1.0
             factor = factor * share + (1.0 - share)
         factor = clamp(factor, *self._factors)
-        last = float(self._factor[position])
+        last = self._factor.now[position]
         factor = clamp(factor, last * (1.0 - self._factor_threshold), last * (1.0 + self._factor_threshold))
-        self._factor[position] = factor
+        self._factor.now[position] = factor
         return factor
 
     def _switch(self) -> None:
-        slots = self._layout.slots
-        sizes = [
-            math.sqrt(self._kernels.square_sum(self._m[slot.start : slot.start + slot.numel]) / max(1, slot.numel))
-            for slot in slots
-        ]
+        sizes = [self._typical_momentum(position) for position in range(len(self._layout.slots))]
         some = [size for size in sizes if size > 0]
-        for position, (slot, size) in enumerate(zip(slots, sizes, strict=True)):
-            updates = int(self._updates[position])
+        for position, (slot, size) in enumerate(zip(self._layout.slots, sizes, strict=True)):
+            updates = self._updates.now[position]
             if size > 0:
-                self._layer_weight[position] = math.fsum(some) / len(some) / size
-            self._coefficient[position] *= correction(_COEFF_BETA, updates)
+                weight = math.fsum(some) / len(some) / size
+                self._layer_weight.now[position] = clamp(weight, 1 / _MOST_WEIGHT, _MOST_WEIGHT)
+            self._coefficient.now[position] *= correction(_COEFF_BETA, updates)
             here = slice(slot.start, slot.start + slot.numel)
             torch.mul(self._v[here], correction(self._group_of(position)["betas"][1], updates), out=self._w[here])
         super()._switch()
 
+    def _typical_momentum(self, position: int) -> float:
+        """The root mean square of a layer's momentum, or a tenth of √v̂'s if that is more.
+
+        A layer whose gradients have been silent for a while has next to no momentum. Weighted by it, they would drown
+        all others in the shard when they return; √v̂ remembers them longer.
+        """
+        slot = self._layout.slots[position]
+        if not slot.numel:
+            return 0.0
+        beta2 = self._group_of(position)["betas"][1]
+        momentum = self._kernels.square_sum(self._m[slot.start : slot.start + slot.numel])
+        variance = self._variances.now[position] * correction(beta2, self._updates.now[position])
+        return math.sqrt(max(momentum, _SILENT**2 * variance) / slot.numel)
+
     def _weight(self, position: int) -> float:
-        return float(self._layer_weight[position])
+        return self._layer_weight.now[position]

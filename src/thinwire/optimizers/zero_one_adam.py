@@ -23,12 +23,13 @@ from thinwire.optimizers._adam import (
     SIGNS,
     AdamFamily,
     check_error_dtype,
+    check_floor,
     correction,
     keep_signs,
     signed,
 )
 from thinwire.optimizers._base import LOCAL
-from thinwire.optimizers._intervals import synchronises, variance_steps
+from thinwire.optimizers._intervals import Interval, local_interval, variance_steps
 from thinwire.optimizers._state import State
 from thinwire.wire import packet
 from thinwire.wire.buckets import Layout
@@ -52,7 +53,8 @@ class ZeroOneAdam(AdamFamily):
         u ← C( mean_i C(u_i + e_i) + ē )      m_i ← u / Σα      x_i ← Π(1 - lr·λ) x_then - u / (√v̂ + ε)
 
     Between two synchronisations replicas differ on purpose; after one they are equal to the bit. Call `synchronize()`
-    before you evaluate or save a model; `is_synchronized` tells.
+    before you evaluate or save a model, and before you change its weights, which the next synchronisation would undo;
+    `is_synchronized` tells.
 
     Example::
 
@@ -74,10 +76,13 @@ class ZeroOneAdam(AdamFamily):
         var_freeze_step: the last step that may update the variance, and the last before local steps.
         var_update_scaler: so many variance steps follow each other, then as many two steps apart, four apart, and so
             on.
+        variance_floor: where signs are divided by √v̂, it counts for at least this part of its root mean square in the
+            parameter, as in `thinwire.OneBitAdam`.
         local_step_scaler: the interval between synchronisations doubles every so many steps after `var_freeze_step`.
         local_step_clipper: the longest interval.
         maximize: ascend instead of descend.
-        error_dtype: of the two error memories, of which the worker's also holds u_i. torch.bfloat16 halves them.
+        error_dtype: of the two error memories, of which the worker's also holds u_i. torch.bfloat16 halves them, and is
+            for a small `local_step_clipper`: steps of less than a 512th of u_i would be lost.
         process_group: the ranks that train together; the default group if None.
         topology: "flat", "hierarchical" or "auto", as in `thinwire.Birder`. In a hierarchical one the node is the
             worker: its ranks average over their link at every step, and differ from other nodes only.
@@ -101,7 +106,10 @@ class ZeroOneAdam(AdamFamily):
         * What has been applied is not subtracted again, which would leave roundings behind: replicas return to a copy
           of where they last agreed. The decay since then is that of the copy.
         * The sum of steps is kept before the division by √v̂ + ε, and together with the error.
-        * A scale a shard of a bucket. A coordinate without any gradient up to the freeze (v = 0) stays where it is.
+        * When learning rates fall by more than a tenth from one interval to the next, errors shrink with them: they are
+          multiples of the rates of their time, and u / Σα would make a large momentum of them.
+        * A scale a shard of a bucket, and the floor of the variance. A coordinate without any gradient up to the freeze
+          (v = 0) stays where it is.
         * A gradient that is not finite: before the freeze all workers skip the step. After it a worker alone skips its
           local step; a synchronising step is skipped by all if no local steps came before it, else taken without
           the elements that are not finite.
@@ -118,6 +126,7 @@ class ZeroOneAdam(AdamFamily):
         *,
         var_freeze_step: int = 1000,
         var_update_scaler: int = 16,
+        variance_floor: float = 0.1,
         local_step_scaler: int = 1000,
         local_step_clipper: int = 16,
         maximize: bool = False,
@@ -143,7 +152,9 @@ class ZeroOneAdam(AdamFamily):
                 f"var_update_scaler={var_update_scaler} updates of it. Expected at least {var_update_scaler}"
             )
         check_error_dtype(error_dtype)
+        check_floor(variance_floor)
         self._schedule = schedule
+        self._variance_floor = variance_floor
         self._var_freeze_step = var_freeze_step
         self._local_steps = (local_step_scaler, local_step_clipper)
         self._variance_steps = variance_steps(var_update_scaler, var_freeze_step)
@@ -165,14 +176,15 @@ class ZeroOneAdam(AdamFamily):
     @property
     def is_synchronized(self) -> bool:
         """Whether all replicas are equal: no local step has been taken since they last were."""
-        return not self._local_count
+        return not self._interval.local_steps
 
     @torch.no_grad()
     def synchronize(self) -> None:
         """Make all replicas equal now. To be called on all ranks, after `step()`; does nothing if they are equal.
 
         Raises:
-            RuntimeError: between backward and `step()`, when gradients are on their way already.
+            RuntimeError: between backward and `step()`, when gradients are on their way already; on all ranks, when
+                some did not call it.
         """
         if any(self._encoded):
             raise RuntimeError("synchronize() between backward and step(): call it after step(), on all ranks")
@@ -180,162 +192,154 @@ class ZeroOneAdam(AdamFamily):
             return
         self._prepare()
         self._presence.before = self._presence_since()
+        self._flags_sent = packet.SYNCHRONIZE
         self._exchange_again(SIGNS)
         self._signs.adopt()
+        self._totals = self._interval.of_groups()
         self._apply_all()
-        self._forget_local_steps()
+        self._end_interval()
+        super()._end_step()
         self._begin_step()
 
     # What a paper says -----------------------------------------------------------------------------------------------
 
     def _settings(self) -> dict[str, Any]:
-        return {**super()._settings(), **self._schedule, "error_dtype": str(self._error_dtype)}
+        own = {**self._schedule, "variance_floor": self._variance_floor, "error_dtype": str(self._error_dtype)}
+        return {**super()._settings(), **own}
+
+    def _progress(self) -> dict[str, Any]:
+        return {**super()._progress(), "the number of local steps since ranks were equal": self._interval.local_steps}
 
     def _declare(self, layout: Layout) -> tuple[dict[str, Codec], State]:
         codecs, state = super()._declare(layout)
-        self._variance_updates = torch.zeros(len(layout.slots), dtype=torch.int64)
-        state.layers["variance_updates"] = self._variance_updates
+        self._interval = Interval(len(self.param_groups))
+        self._variance_updates = self._layer_numbers("variance_updates", layout, torch.int64)
+        self._touched = self._layer_numbers("touched", layout, torch.int64)
+        """Bits for each parameter: 1 if it has had a gradient since replicas were equal, 2 if it has an anchor."""
+        state.layers.update({name: numbers.tensor for name, numbers in self._layers.items()})
+        state.common["interval"] = self._interval.memory
         if not self._topology.compresses:
             return codecs, state
         self._signs = ScaledSign(layout, self._topology.node, self._kernels, self._error_dtype)
         keep_signs(state, self._signs)
-        self._anchor = torch.zeros(layout.size)
-        """Where replicas were equal, of parameters that have moved since."""
-        self._touched = torch.zeros(len(layout.slots), dtype=torch.int64)
-        """Bits for each parameter: 1 if it has had a gradient since replicas were equal, 2 if it has an anchor."""
-        self._since = torch.zeros(1 + 2 * len(self.param_groups), dtype=torch.float64)
-        """Since replicas were equal: the number of local steps; for each group the sum of learning rates, and 1 minus
-        what weight decay has left (so that all of it starts from zero)."""
-        state.whole["anchor"] = self._anchor
-        state.layers["touched"] = self._touched
-        state.common["since"] = self._since
+        state.whole["anchor"] = torch.zeros(layout.size, dtype=torch.float32)
         self._own = Alone(self._m) if layout.slices == 1 else AmongNode(self._kernels)
         return {**codecs, SIGNS: self._signs, LOCAL: self._own}, state
 
-    @property
-    def _local_count(self) -> int:
-        return int(self._since[0]) if self._topology.compresses else 0
-
-    @property
-    def _variance_frozen(self) -> bool:
-        return self._topology.compresses and self._step_number > self._var_freeze_step
-
     def _channel_now(self) -> str:
-        if not self._topology.compresses or self._step_number in self._variance_steps:
+        if not self._topology.compresses:
             return DENSE
-        if self._variance_frozen and not synchronises(self._step_number - self._var_freeze_step, *self._local_steps):
-            return LOCAL
-        return SIGNS
+        if self._interval.frozen_at:
+            return SIGNS if self._since_freeze() % self._interval_length() == 0 else LOCAL
+        return DENSE if self._step_number in self._variance_steps else SIGNS
+
+    def _since_freeze(self) -> int:
+        return self._step_number - self._interval.frozen_at
+
+    def _interval_length(self) -> int:
+        return local_interval(self._since_freeze(), *self._local_steps)
 
     def _on(self, name: str) -> bool:
         return self._channel is self._channels.get(name)
 
     def _begin_step(self) -> None:
         """See `WireOptimizer._begin_step`."""
+        self._interval.read()
         super()._begin_step()
-        if self._variance_frozen:
+        self._read_rates()
+        if self._interval.frozen_at:
             self._channels[DENSE].release()
             if self._on(SIGNS):
                 self._presence.before = self._presence_since()
+
+    def _before_exchange(self) -> None:
+        # Once for the whole step: backward may encode parameters before, and step() others after, a change.
+        self._read_rates()
+        if self._interval.frozen_at and not self._repeats:
+            shrinks = self._interval.shrinks(self._rates, self._interval_length())
+            if min(shrinks, default=1.0) < _FALL:
+                factors = [shrink if shrink < _FALL else 1.0 for shrink in shrinks]
+                self._signs.fade([factors[group] for group in self._group_index])
+
+    def _read_rates(self) -> None:
+        """For each group its learning rate with bias correction, and what weight decay leaves in a step."""
+        groups = self.param_groups
+        self._rates = [float(group["lr"]) * correction(group["betas"][0], self._step_number) for group in groups]
+        self._decays = [1.0 - float(group["lr"]) * group["weight_decay"] for group in groups]
 
     def _local(self, position: int, part: Part, grad: Tensor | None, group: dict[str, Any], scale: float) -> bool:
         if self._on(DENSE):
             return super()._local(position, part, grad, group, scale)
         scale = signed(scale, group)
-        if not self._variance_frozen:
+        if not self._interval.frozen_at:
             return self._signs.encode(part, grad, beta=0.0, weight=1.0, scale=scale)
-        alone = self._on(LOCAL)
         return self._signs.encode_momentum(
             part,
             grad,
             self._m,
             beta=group["betas"][0],
             scale=scale,
-            rate=self._rate(group),
+            rate=self._rates[self._group_index[position]],
             packets=self._channel.mail.sent,
-            output=self._own.output if alone else sign.SIGNS,
+            output=self._own.output if self._on(LOCAL) else sign.SIGNS,
         )
-
-    def _rate(self, group: dict[str, Any]) -> float:
-        return float(group["lr"]) * correction(group["betas"][0], self._step_number)
 
     def _settle(self, flags: int) -> int:
         if self._on(SIGNS):
             self._signs.adopt()
-        if not self._variance_frozen:
+        if not self._interval.frozen_at:
             return flags
-        self._note_step()
+        alone = not self._interval.local_steps
+        self._interval.note(self._rates, self._decays, local=self._on(LOCAL))
+        self._totals = self._interval.of_groups()
+        for position in self._present():
+            self._touched.now[position] |= _PRESENT
         if self._on(LOCAL):
-            self._since[0] += 1
             self._signs.sent_scales.zero_()  # errors have been taken, there is nothing to take from them any more
-        elif not self.is_synchronized:
-            flags &= ~packet.NONFINITE
+        elif not alone:
+            flags &= ~packet.NONFINITE  # local steps must not be lost
         return flags
-
-    def _note_step(self) -> None:
-        rates, decays = self._since[1:].view(2, -1)
-        for i, group in enumerate(self.param_groups):
-            rates[i] += self._rate(group)
-            decays[i] = 1.0 - (1.0 - float(decays[i])) * _decay(group)
-        present = [self._channel.mail.read_presence(frame) for frame in self._channel.mail.frames]
-        for position, parts in enumerate(self._channel.mail.parts):
-            if parts and present[parts[0].frame.bucket.index] & parts[0].presence:
-                self._touched[position] |= _PRESENT
 
     def _presence_since(self) -> list[int]:
         presence = [0] * len(self._layout.buckets)
-        for parts, touched in zip(self._channels[SIGNS].mail.parts, self._touched.tolist(), strict=True):
+        for parts, touched in zip(self._channels[SIGNS].mail.parts, self._touched.now, strict=True):
             if touched & _PRESENT:
                 for part in parts:
                     presence[part.frame.bucket.index] |= part.presence
         return presence
 
-    def _forget_local_steps(self) -> None:
-        self._since.zero_()
-        self._touched.zero_()
-
     def _apply(
         self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None, group: dict[str, Any]
     ) -> None:
         if self._on(LOCAL):
-            self._apply_local(position, parts, x, low, group)
-        elif self._variance_frozen:
+            self._apply_local(position, parts, x, low)
+        elif self._interval.frozen_at:
             self._apply_agreed(position, parts, x, low)
+        elif self._on(DENSE):
+            self._variance_updates.now[position] += 1
+            self._apply_gradient(position, parts, x, low, group, self._variance_updates.now[position])
         else:
-            self._apply_shared(position, parts, x, low, group)
+            updates = self._variance_updates.now[position]
+            eps = max(group["eps"], self._floor(position, updates, self._variance_floor))
+            self._apply_gradient(position, parts, x, low, group, updates, self._signs, eps)
 
-    def _apply_shared(
-        self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None, group: dict[str, Any]
-    ) -> None:
-        """AdamW by a gradient that all workers have: in floats, or in signs, which leave the variance alone."""
-        move = {
-            "rate": float(group["lr"]) * correction(group["betas"][0], self._count_update(position)),
-            "decay": _decay(group),
-        }
-        dense = self._on(DENSE)
-        self._variance_updates[position] += dense
-        updates = int(self._variance_updates[position])
-        for part in parts:
-            self._apply_gradient(part, x, low, group, updates, None if dense else self._signs, **move)
-
-    def _apply_local(
-        self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None, group: dict[str, Any]
-    ) -> None:
-        anchored = int(self._touched[position]) & _ANCHORED
+    def _apply_local(self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None) -> None:
+        group = self._group_index[position]
+        anchored = self._touched.now[position] & _ANCHORED
         anchor = None if anchored else self.state[self._flat_params[position]]["anchor"]
         for part in parts:
             runs, values = self._own.momentum(part)
             self._kernels.step_apply(
-                runs, x, low, self._v, values, rate=self._rate(group), decay=_decay(group), anchor=anchor
+                runs, x, low, self._v, values, rate=self._rates[group], decay=self._decays[group], anchor=anchor
             )
-        self._touched[position] |= _ANCHORED
+        self._touched.now[position] |= _ANCHORED
 
     def _apply_agreed(self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None) -> None:
-        rates, decays = self._since[1:].view(2, -1)
+        sums, decays = self._totals
         group = self._group_index[position]
-        if rates[group] == 0:
+        if sums[group] < _SMALLEST:
             return  # nobody has moved, and there is nothing to divide by
-        anchored = int(self._touched[position]) & _ANCHORED
+        anchored = self._touched.now[position] & _ANCHORED
         anchor = self.state[self._flat_params[position]]["anchor"] if anchored else None
         for part in parts:
             self._kernels.sign_apply(
@@ -346,28 +350,34 @@ class ZeroOneAdam(AdamFamily):
                 self._signs.answer,
                 self._signs.answer_scales,
                 rate=1.0,
-                decay=1.0 - float(decays[group]),
+                decay=decays[group],
                 anchor=anchor,
                 m=self._m,
-                momentum=1.0 / float(rates[group]),
+                momentum=1.0 / sums[group],
             )
 
     def _end_step(self) -> None:
-        if self._variance_frozen and self._on(SIGNS):
-            self._forget_local_steps()
-        elif self._topology.compresses and self._step_number == self._var_freeze_step:
-            self._freeze_variance(self._variance_updates)
+        if self._interval.frozen_at and self._on(SIGNS):
+            self._end_interval()
+        elif self._topology.compresses and not self._interval.frozen_at and self._step_number >= self._var_freeze_step:
+            self._freeze_variance(self._variance_updates.now, self._variance_floor)
             self._signs.forget()
+            self._interval.freeze(self._step_number)
+        super()._end_step()
+
+    def _end_interval(self) -> None:
+        self._interval.end()
+        self._touched.now = [0] * len(self._touched.now)
 
     def _agreed_value(self, position: int) -> Tensor:
         p = self._flat_params[position]
-        if self._topology.compresses and int(self._touched[position]) & _ANCHORED:
+        if self._touched.now[position] & _ANCHORED:
             return self.state[p]["anchor"].to(p.dtype)
         return super()._agreed_value(position)
 
 
 _PRESENT, _ANCHORED = 1, 2
-
-
-def _decay(group: dict[str, Any]) -> float:
-    return 1.0 - float(group["lr"]) * group["weight_decay"]
+_FALL = 0.9
+"""When learning rates fall by more than this, errors shrink with them."""
+_SMALLEST = 1e-30
+"""Sums of learning rates below it count as none: their inverse would not be a float32."""

@@ -124,8 +124,10 @@ class Mail:
             answers_at += shards * down
         self.parts: list[list[Part]] = []
         """For every parameter, in flat order, its part of each bucket that it reaches into."""
+        count = 0
         for position, slot in enumerate(layout.slots):
-            self.parts.append(self._parts(position, slot, sum(map(len, self.parts))))
+            self.parts.append(self._parts(position, slot, count))
+            count += len(self.parts[-1])
         self.contents: list[list[tuple[int, Part]]] = [[] for _ in self.frames]
         """For every bucket the parts that it consists of, and the positions of their parameters."""
         for position, parts in enumerate(self.parts):

@@ -72,7 +72,8 @@ class Node:
         # One bucket at a time is averaged, so all of them are received in the same place.
         self._received = torch.zeros(n * max(sizes, default=0), dtype=torch.uint8)
         self._received_memory = memory_of(self._received)
-        self._mean = torch.zeros(max((frame.bucket.slice_elements for frame in mail.frames), default=0))
+        longest = max((frame.bucket.slice_elements for frame in mail.frames), default=0)
+        self._mean = torch.zeros(longest, dtype=torch.float32)
         self._rows: list[_Rows] = []
         at = 0
         for frame, size in zip(mail.frames, sizes, strict=True):

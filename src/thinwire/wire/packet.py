@@ -19,10 +19,13 @@ REFUSED = 2
 """The sender got a packet that it could not accept: everybody stops."""
 GREETING = 4
 """The bits say which coordinates live, not which way they vote."""
+SYNCHRONIZE = 8
+"""An exchange by itself, outside of any step."""
 
 _HINTS = {
     "version": ": all ranks must run the same version of thinwire",
     "step": ": all ranks must call step() equally often and load checkpoints of the same step",
+    "synchronize": ": all ranks must call synchronize() after the same step",
     "layout": ": all ranks must give the optimizer the same parameters in the same order",
 }
 
@@ -51,10 +54,11 @@ class Header:
             RuntimeError: naming the first field that differs.
         """
         magic, version, flags, *fields = _HEADER.unpack_from(memory, at)
-        # The greeting last: whoever differs in the step may differ in the greeting for that reason.
-        names = ("magic", "version", "step", "bucket", "sender", "length", "layout", "greeting")
-        received = (magic, version, *fields, flags & GREETING)
-        wanted = (MAGIC, VERSION, self.step, self.bucket, self.sender, self.length, self.layout, self.flags & GREETING)
+        # What kind of an exchange it is last: whoever differs in the step may differ in that for the same reason.
+        names = ("magic", "version", "step", "bucket", "sender", "length", "layout", "greeting", "synchronize")
+        kind, own_kind = ((of & GREETING, of & SYNCHRONIZE) for of in (flags, self.flags))
+        received = (magic, version, *fields, *kind)
+        wanted = (MAGIC, VERSION, self.step, self.bucket, self.sender, self.length, self.layout, *own_kind)
         for name, got, want in zip(names, received, wanted, strict=True):
             if got != want:
                 raise RuntimeError(

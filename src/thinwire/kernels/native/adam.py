@@ -45,6 +45,6 @@ def adam_apply(
     )
 
 
-def precondition(v: Tensor, *, correction: float, eps: float) -> None:
+def precondition(v: Tensor, *, correction: float, floor: float, eps: float) -> None:
     """See `reference.precondition`."""
-    lib().thinwire_precondition(v.data_ptr(), v.numel(), correction, eps)
+    lib().thinwire_precondition(v.data_ptr(), v.numel(), correction, floor, eps)

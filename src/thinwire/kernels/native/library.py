@@ -41,7 +41,7 @@ _SIGNATURES = {
     "thinwire_dense_apply": (None, [*_RUNS, *_PARAMETER, _ptr, _float, _float]),
     "thinwire_dense_encode": (_int, [*_RUNS, *_TYPED, _ptr, _float]),
     "thinwire_square_sum": (ctypes.c_double, [_ptr, _i64]),
-    "thinwire_precondition": (None, [_ptr, _i64, _float, _float]),
+    "thinwire_precondition": (None, [_ptr, _i64, _float, _float, _float]),
     "thinwire_adam_apply": (
         ctypes.c_double,
         [*_RUNS, *_PARAMETER, _ptr, _ptr, _ptr, _ptr, *[_float] * 8, _int],

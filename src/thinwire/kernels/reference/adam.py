@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from thinwire.kernels.reference.words import each_run, flat, hand_back, root, run_sum, signed, take_over
+from thinwire.kernels.reference.words import each_run, flat, float32, hand_back, root, run_sum, signed, take_over
 
 
 def dense_encode(runs: Tensor, grad: Tensor | None, packets: Tensor, *, scale: float) -> bool:
@@ -69,6 +69,10 @@ def average_square(v: Tensor, g: Tensor, beta: float) -> None:
     v.copy_(v * beta + (g * (1.0 - beta)) * g)
 
 
-def precondition(v: Tensor, *, correction: float, eps: float) -> None:
-    """Turn a flat variance, in place, into what steps are multiplied by once it is frozen; 0 where it is 0."""
-    v.copy_(torch.where(v > 0, 1.0 / (root(v) * correction + eps), 0.0))
+def precondition(v: Tensor, *, correction: float, floor: float, eps: float) -> None:
+    """Turn a flat variance, in place, into what steps are multiplied by once it is frozen; 0 where it is 0.
+
+    Roots count for at least `floor`.
+    """
+    roots = torch.clamp(root(v) * correction, min=float(float32(floor)))
+    v.copy_(torch.where(v > 0, 1.0 / (roots + eps), 0.0))
