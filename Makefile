@@ -44,4 +44,4 @@ format: $(installed) ## rewrite the sources in the house style
 
 clean: ## remove what was built; .venv keeps its downloads
 	rm -rf build dist src/thinwire/kernels/_native.so $(installed) .pytest_cache .ruff_cache .hypothesis .import_linter_cache
-	find src tests examples -type d -name __pycache__ -prune -exec rm -rf {} +
+	find src tests examples benchmarks -type d -name __pycache__ -prune -exec rm -rf {} +

@@ -202,13 +202,13 @@ class ZeroOneAdamOracle:
         return Outcome("none", unfit)
 
     def _fade_errors(self, interval: int) -> None:
-        """In the first step of an interval whose learning rates are going to be less than 0.9 of the last one's."""
+        """In the first step of an interval whose learning rates are going to be less than 0.99 of the last one's."""
         factors = []
         for p in self.parameters:
             factor = 1.0
             if p.lr_sum == 0 and p.lr_sum_before > 0:
                 shrink = min(1.0, self._rate(p) * interval / p.lr_sum_before)
-                factor = shrink if shrink < 0.9 else 1.0
+                factor = shrink if shrink < 0.99 else 1.0
             p.c *= factor
             factors.append(np.full(p.elements.size, factor))
         self.signs.fade_owner_errors(np.concatenate(factors))

@@ -106,8 +106,8 @@ class ZeroOneAdam(AdamFamily):
         * What has been applied is not subtracted again, which would leave roundings behind: replicas return to a copy
           of where they last agreed. The decay since then is that of the copy.
         * The sum of steps is kept before the division by √v̂ + ε, and together with the error.
-        * When learning rates fall by more than a tenth from one interval to the next, errors shrink with them: they are
-          multiples of the rates of their time, and u / Σα would make a large momentum of them.
+        * When learning rates fall by more than a hundredth from one interval to the next, errors shrink with them: they
+          are multiples of the rates of their time, and u / Σα would make a large momentum of them.
         * A scale a shard of a bucket, and the floor of the variance. A coordinate without any gradient up to the freeze
           (v = 0) stays where it is.
         * A gradient that is not finite: before the freeze all workers skip the step. After it a worker alone skips its
@@ -377,7 +377,7 @@ class ZeroOneAdam(AdamFamily):
 
 
 _PRESENT, _ANCHORED = 1, 2
-_FALL = 0.9
+_FALL = 0.99
 """When learning rates fall by more than this, errors shrink with them."""
 _SMALLEST = 1e-30
 """Sums of learning rates below it count as none: their inverse would not be a float32."""
