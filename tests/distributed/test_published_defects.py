@@ -106,7 +106,7 @@ def decayed(rank: int, world_size: int, name: str, weight_decay: float) -> list[
             value
             for p in params
             for key, value in sorted(optimizer.state[p].items())
-            if key not in ("anchor", "since")  # a value, and what weight decay has left of it
+            if key not in ("anchor", "interval")  # a value, and what weight decay has left of it
         ]
         seen.append((flat(params), digest(kept), optimizer.is_synchronized))
     return seen
@@ -209,6 +209,8 @@ def test_reload_splits_replicas(name: str) -> None:
         for step in SAVED_AT[name]:
             assert runs[rank][step] == seen[step:]
     assert_replicas_meet([seen for _, seen in went_on])
+    parted = [ours[0] for ours, theirs in zip(went_on[0][1], went_on[1][1], strict=True) if ours != theirs]
+    assert parted == ([step for step in LOCAL_STEPS if step <= LAST] if name == "ZeroOneAdam" else [])
 
 
 def test_reload_splits_replicas_after_synchronize_and_with_one_file_of_weights() -> None:

@@ -105,6 +105,7 @@ def test_runs_address_every_word_of_the_packets_once(
         for piece, (frame, run), (_, answer) in zip(pieces, up, down, strict=True):
             assert frame.bucket.index == piece.bucket
             assert run[:3] == answer[:3] == [piece.start, piece.start - slot.start, piece.stop - piece.start]
+            assert run[5] == answer[5] == frame.bucket.shard_number(piece.shard)
             packet = frame.sent_at + piece.shard * frame.sent.shape[1]
             take(run, 1, packet + HEADER_BYTES, packet + frame.up_presence, taken_up)
             packet = frame.answers_at + piece.shard * frame.answers.shape[1]
@@ -116,7 +117,7 @@ def test_runs_address_every_word_of_the_packets_once(
 
 def take(run: list[int], planes: int, start: int, stop: int, taken: set[int]) -> None:
     """Claim the words of a run, all its planes, within the bytes of a packet from `start` to `stop`."""
-    _, _, count, byte, plane_bytes = run
+    _, _, count, byte, plane_bytes, _ = run
     for plane in range(planes):
         first = byte + plane * plane_bytes
         words = range(first, first + 8 * math.ceil(count / WORD), 8)
@@ -262,3 +263,86 @@ def flat_numbers(layout: Layout) -> torch.Tensor:
 def test_one_slice_keeps_the_shape_of_the_parameter() -> None:
     layout = Layout([2 * 3], 2, 256, slices=1)
     assert layout.own_view(torch.zeros(layout.own_size), layout.slots[0], torch.empty(2, 3)).shape == (2, 3)
+
+
+# Held shards: what owners keep, and tables of shards -----------------------------------------------------------------
+
+
+def shards_of_elements(layout: Layout) -> list[tuple[int, int]]:
+    """For every element of the flat space, one after another, its bucket and its shard there."""
+    return [(b.index, shard) for b in layout.buckets for shard in range(b.shards) for _ in range(b.shard_words * WORD)]
+
+
+def held_elements(layout: Layout, held: range) -> list[int]:
+    """The elements of the shards `held` of every bucket, in the order in which a state has them."""
+    return [element for element, (_, shard) in enumerate(shards_of_elements(layout)) if shard in held]
+
+
+def some_held(layout: Layout, first: int, length: int) -> range:
+    """A stretch of a bucket's shards that lies within it."""
+    shards = layout.workers * layout.slices
+    first = first % shards
+    return range(first, min(first + length, shards))
+
+
+HELD = st.tuples(st.integers(0, 15), st.integers(1, 4))
+
+
+@PATIENT
+@given(NUMELS, NODES, RANKS, BUCKET_ELEMENTS, HELD)
+def test_a_state_of_held_shards_is_one_bucket_after_another(
+    numels: list[int], nodes: int, ranks: int, bucket: int, held: tuple[int, int]
+) -> None:
+    layout = Layout(numels, nodes, bucket, slices=ranks)
+    shards = some_held(layout, *held)
+    expected = held_elements(layout, shards)
+    assert layout.held_size(shards) == len(expected)
+    homes = shards_of_elements(layout)
+    for place, element in enumerate(expected):
+        assert element - layout.buckets[homes[element][0]].shift_of(shards) == place
+
+
+@PATIENT
+@given(NUMELS, NODES, RANKS, BUCKET_ELEMENTS, HELD)
+def test_a_held_view_has_those_elements_of_a_parameter_that_are_held(
+    numels: list[int], nodes: int, ranks: int, bucket: int, held: tuple[int, int]
+) -> None:
+    layout = Layout(numels, nodes, bucket, slices=ranks)
+    shards = some_held(layout, *held)
+    elements = held_elements(layout, shards)
+    state = torch.tensor(elements, dtype=torch.int64)
+    for slot in layout.slots:
+        view = layout.held_view(state, slot, shards)
+        inside = range(slot.start, slot.start + slot.numel)
+        assert view.tolist() == [element for element in elements if element in inside]
+        assert view.untyped_storage().data_ptr() == state.untyped_storage().data_ptr()
+
+
+@PATIENT
+@given(NUMELS, NODES, RANKS, BUCKET_ELEMENTS)
+def test_a_shard_view_has_the_entries_of_the_shards_that_a_parameter_reaches_into(
+    numels: list[int], nodes: int, ranks: int, bucket: int
+) -> None:
+    layout = Layout(numels, nodes, bucket, slices=ranks)
+    homes = shards_of_elements(layout)
+    numbers = {home: number for number, home in enumerate(dict.fromkeys(homes))}
+    assert layout.shards == len(numbers)
+    for (index, shard), number in numbers.items():
+        assert layout.buckets[index].shard_number(shard) == number
+    table = torch.arange(layout.shards)
+    for slot in layout.slots:
+        reached = {numbers[homes[element]] for element in range(slot.start, slot.start + slot.numel)}
+        assert layout.shard_view(table, slot).tolist() == sorted(reached)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("nodes", [1, 2, 4])
+def test_every_rank_owns_one_shard_of_every_bucket(nodes: int, ranks: int) -> None:
+    grid = tuple(tuple(range(node * ranks, node * ranks + ranks)) for node in range(nodes))
+    of_node = layouts([5000], nodes, ranks, 1000)
+    assert len(of_node[0].buckets) > 1
+    for node in range(nodes):
+        for own in range(ranks):
+            topology = Topology(grid, node, own, "here")
+            owned = of_node[own].owned_by(node)
+            assert list(owned) == [s for s in range(nodes * ranks) if topology.owner(s) == grid[node][own]]

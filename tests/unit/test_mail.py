@@ -30,24 +30,30 @@ BUCKET_ELEMENTS = st.integers(1, 4000)
 DOWNLINK = st.sampled_from(["bit", "votes"])
 
 
+def stochastic_sign(layout: Layout, downlink: Downlink) -> StochasticSign:
+    return StochasticSign(layout, downlink, REFERENCE, torch.zeros(layout.own_size), 0.0)
+
+
 def mail_for(numels: list[int], world_size: int, bucket: int, downlink: Downlink = "bit") -> tuple[Mail, int]:
     """The mail of the stochastic sign, and how many planes of bits its answers have."""
     layout = Layout(numels, world_size, bucket)
-    codec = StochasticSign(layout, downlink, REFERENCE)
+    codec = stochastic_sign(layout, downlink)
     return Mail(layout, codec.payload, alone=world_size == 1), codec.planes
 
 
 def runs_of(parts: Iterable[Part]) -> tuple[Tensor, Tensor]:
     """The run tables, up and down, of all the parts together."""
     tables = [(part.up_runs, part.down_runs) for part in parts]
-    none = torch.zeros((0, 5), dtype=torch.int64)
+    none = torch.zeros((0, 6), dtype=torch.int64)
     return torch.cat([none, *(up for up, _ in tables)]), torch.cat([none, *(down for _, down in tables)])
 
 
 def bit_addresses(runs: Tensor, plane: int) -> list[int]:
     """The address, in bits, of every element."""
     return [
-        8 * (byte + plane * plane_bytes) + i for _, _, count, byte, plane_bytes in runs.tolist() for i in range(count)
+        8 * (byte + plane * plane_bytes) + i
+        for _, _, count, byte, plane_bytes, _ in runs.tolist()
+        for i in range(count)
     ]
 
 
@@ -72,7 +78,7 @@ def test_the_parts_of_a_parameter_cover_it_once_and_in_order(numels: list[int], 
     for position, (slot, parts) in enumerate(zip(mail.layout.slots, mail.parts, strict=True)):
         for runs in runs_of(parts):
             end = 0
-            for element, in_param, count, _, _ in runs.tolist():
+            for element, in_param, count, *_ in runs.tolist():
                 assert in_param == element - slot.start == end
                 assert count > 0
                 end += count
@@ -99,9 +105,10 @@ def test_a_run_stays_inside_the_bits_of_the_packet_of_its_shard(
             (part.up_runs, frame.sent_at, frame.sent, frame.up_presence, 1),
             (part.down_runs, frame.answers_at, frame.answers, frame.down_presence, planes),
         ):
-            for element, _, count, byte, plane_bytes in runs.tolist():
+            for element, _, count, byte, plane_bytes, number in runs.tolist():
                 assert home.start <= element < home.stop
                 shard, offset = divmod(element - home.start, shard_elements)
+                assert number == home.shard_number(shard)
                 assert offset + count <= shard_elements
                 assert byte == at + shard * packets.shape[1] + HEADER_BYTES + offset // 8
                 assert plane_bytes == 8 * home.shard_words
@@ -287,14 +294,14 @@ def mails_of_a_node(numels: list[int], nodes: int, ranks: int, bucket: int, payl
         if payload == "dense":
             mails.append((Mail(layout, Dense.payload, alone=nodes == 1), 1))
         else:
-            codec = StochasticSign(layout, "votes" if payload == "votes" else "bit", REFERENCE)
+            codec = stochastic_sign(layout, "votes" if payload == "votes" else "bit")
             mails.append((Mail(layout, codec.payload, alone=nodes == 1), codec.planes))
     return mails
 
 
 def claim(run: list[int], planes: int, bits: int, start: int, stop: int, taken: set[int]) -> None:
     """Take the words of a run, which must lie within the bytes from `start` to `stop` and be nobody else's."""
-    _, _, count, byte, plane_bytes = run
+    _, _, count, byte, plane_bytes, _ = run
     for plane in range(planes):
         first = byte + plane * plane_bytes
         words = range(first, first + 8 * bits * -(-count // WORD), 8)
@@ -315,14 +322,14 @@ def test_the_ranks_of_a_node_send_every_element_once(
         for part in chain.from_iterable(mail.parts):
             frame, home = part.frame, part.frame.bucket
             for run in part.up_runs.tolist():
-                element, in_slice, count, _, _ = run
+                element, in_slice, count, *_ = run
                 assert in_slice == element - home.own_start
                 assert 0 <= in_slice < in_slice + count <= home.slice_elements
                 packet = frame.sent_at + in_slice // (WORD * home.shard_words) * frame.sent.shape[1]
                 claim(run, 1, PAYLOADS[payload], packet + HEADER_BYTES, packet + frame.up_presence, taken)
                 sent += range(element, element + count)
             # What a part has in a slice is one stretch of it: the mean of a node is taken of all of it at once.
-            stretches = [(start, start + count) for _, start, count, _, _ in part.up_runs.tolist()]
+            stretches = [(start, start + count) for _, start, count, *_ in part.up_runs.tolist()]
             assert all(stop == start for (_, stop), (start, _) in pairwise(stretches))
         assert max(taken, default=-8) + 8 <= mail.sent.numel()
         assert all(frame.sent.shape[0] == nodes for frame in mail.frames)
@@ -343,7 +350,7 @@ def test_every_rank_of_a_node_finds_all_answers(
             for part in parts:
                 frame, home = part.frame, part.frame.bucket
                 for run in part.down_runs.tolist():
-                    element, in_param, count, _, _ = run
+                    element, in_param, count, *_ = run
                     assert in_param == element - slot.start == end
                     end += count
                     shard = (element - home.start) // (WORD * home.shard_words)

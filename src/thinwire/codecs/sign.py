@@ -18,6 +18,7 @@ from torch import Tensor
 from thinwire.kernels.ops import Kernels
 from thinwire.wire.buckets import WORD, Bucket, Layout
 from thinwire.wire.mail import WORD_BYTES, Frame, Mail, Part, Payload
+from thinwire.wire.memory import untouched_zeros
 from thinwire.wire.packet import HEADER_BYTES
 
 _SCALE = struct.Struct("<f")
@@ -47,16 +48,16 @@ class ScaledSign:
     ) -> None:
         self._layout = layout
         self._kernels = kernels
-        self.sent = torch.zeros(layout.own_size, dtype=dtype) if memory is None else memory
+        self.sent = untouched_zeros(layout.own_size, dtype) if memory is None else memory
         """`c` of this rank's slices, as it was sent last."""
         self._owned = layout.owned_by(node)
         self.sent_scales = torch.zeros(layout.shards, dtype=torch.float32)
         self.answer_scales = torch.zeros(layout.shards, dtype=torch.float32)
-        self.answer = torch.zeros(layout.size // WORD, dtype=torch.int64)
+        self.answer = untouched_zeros(layout.size // WORD, torch.int64)
         """The signs of the last answer, the same on all ranks, and with `answer_scales` what they stand for."""
-        self.answered = torch.zeros(layout.held_size(self._owned), dtype=dtype)
+        self.answered = untouched_zeros(layout.held_size(self._owned), dtype)
         """`y` of the shards that this rank owns, as it was answered last."""
-        self.answer_before = torch.zeros_like(self.answer) if remembers else None
+        self.answer_before = untouched_zeros(layout.size // WORD, torch.int64) if remembers else None
         self.answer_scales_before = torch.zeros_like(self.answer_scales) if remembers else None
         self.payload = Payload(up_words=_words_and_scale, down_words=_words_and_scale)
         self._lengths = [0] * layout.shards

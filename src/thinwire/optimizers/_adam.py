@@ -26,7 +26,7 @@ SIGNS = "signs"
 
 
 class AdamFamily(WireOptimizer):
-    """Keeps Adam's `m` and `v`, the same on all ranks, and can exchange gradients as they are."""
+    """Keeps Adam's `m` and `v`, and can exchange gradients as they are."""
 
     def __init__(
         self,

@@ -56,6 +56,8 @@ class WireOptimizer(Optimizer, abc.ABC):
     # GradScaler would otherwise decide a rank at a time whether step() is called, and the others would wait for ever.
     _step_supports_amp_scaling = True
     _built = False
+    _state_has_buckets = False
+    """Whether what is kept depends on how the flat space is cut into buckets."""
 
     def __init__(
         self,

@@ -29,6 +29,7 @@ class FrozenVariance(AdamFamily):
     back at it, so that both stages together need no more than the larger one.
     """
 
+    _state_has_buckets = True
     _remembers = False
     """Whether the rule needs the momentum as it was one step before."""
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 if TYPE_CHECKING:
     from thinwire.optimizers._base import WireOptimizer
 
-LABELS = ("wire_class", "wire_world_size", "wire_topology", "wire_rank", "wire_settings")
+LABELS = ("wire_class", "wire_world_size", "wire_topology", "wire_buckets", "wire_rank", "wire_settings")
 """Entries of every parameter group that tell whose state it is: tools that take state dicts apart and put them together
 again (DCP, Accelerate) keep nothing but the groups and the parameters' state."""
 
@@ -25,8 +25,13 @@ again (DCP, Accelerate) keep nothing but the groups and the parameters' state.""
 def label(optimizer: WireOptimizer, group: dict[str, Any]) -> None:
     """Write into a group whose state it is."""
     peers, topology = optimizer._peers, str(optimizer._topology)
-    values = (type(optimizer).__name__, peers.size, topology, peers.rank, optimizer._settings_text())
+    name, settings = type(optimizer).__name__, optimizer._settings_text()
+    values = (name, peers.size, topology, _buckets(optimizer), peers.rank, settings)
     group.update(zip(LABELS, values, strict=True))
+
+
+def _buckets(optimizer: WireOptimizer) -> str:
+    return f"bucket_mb={optimizer._bucket_mb}" if optimizer._state_has_buckets else "any"
 
 
 def install(optimizer: WireOptimizer) -> None:
@@ -76,7 +81,7 @@ def _take_out(registered: Optimizer, state_dict: dict[str, Any]) -> dict[str, An
 
 
 def _check_label(optimizer: WireOptimizer, group: dict[str, Any]) -> None:
-    name, size, topology, rank, settings = (group.get(entry) for entry in LABELS)
+    name, size, topology, buckets, rank, settings = (group.get(entry) for entry in LABELS)
     own = type(optimizer).__name__
     peers = optimizer._peers
     if name != own:
@@ -90,6 +95,11 @@ def _check_label(optimizer: WireOptimizer, group: dict[str, Any]) -> None:
         raise ValueError(
             f"the state dict is of topology {topology}, this optimizer has {optimizer._topology}: a rank's state "
             "depends on who is in its node, so resume with the topology that was saved"
+        )
+    if buckets != _buckets(optimizer):
+        raise ValueError(
+            f"the state dict is of {buckets}, this optimizer has {_buckets(optimizer)}: it has a scale for each shard "
+            "of a bucket, so resume with the bucket_mb that was saved"
         )
     if rank != peers.rank:
         _warn(f"the state of rank {rank} is loaded on rank {peers.rank}: save and load one state dict a rank")

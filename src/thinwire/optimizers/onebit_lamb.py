@@ -24,6 +24,7 @@ from thinwire.optimizers._warmup import Length
 from thinwire.optimizers.lamb import check_range, clamp, lamb_step, norms
 from thinwire.wire.buckets import Layout
 from thinwire.wire.mail import Part
+from thinwire.wire.memory import untouched_zeros
 from thinwire.wire.topology import Choice
 
 _COEFF_BETA = 0.9
@@ -165,7 +166,7 @@ class OneBitLamb(FrozenVariance):
         self._layer_weight = self._layer_numbers("weight", layout, torch.float64, start=1)
         state.layers.update({name: numbers.tensor for name, numbers in self._layers.items()})
         if self._topology.compresses:
-            self._w = torch.zeros(layout.size, dtype=torch.float32)
+            self._w = untouched_zeros(layout.size, torch.float32)
             state.whole["w"] = self._w
         return codecs, state
 

@@ -34,6 +34,7 @@ from thinwire.optimizers._state import State
 from thinwire.wire import packet
 from thinwire.wire.buckets import Layout
 from thinwire.wire.mail import Part
+from thinwire.wire.memory import untouched_zeros
 from thinwire.wire.topology import Choice
 
 
@@ -115,6 +116,8 @@ class ZeroOneAdam(AdamFamily):
           the elements that are not finite.
         * In a hierarchical topology of a single node nothing is compressed, and every step is AdamW's.
     """
+
+    _state_has_buckets = True
 
     def __init__(
         self,
@@ -222,7 +225,7 @@ class ZeroOneAdam(AdamFamily):
             return codecs, state
         self._signs = ScaledSign(layout, self._topology.node, self._kernels, self._error_dtype)
         keep_signs(state, self._signs)
-        state.whole["anchor"] = torch.zeros(layout.size, dtype=torch.float32)
+        state.whole["anchor"] = untouched_zeros(layout.size, torch.float32)
         self._own = Alone(self._m) if layout.slices == 1 else AmongNode(self._kernels)
         return {**codecs, SIGNS: self._signs, LOCAL: self._own}, state
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from thinwire.wire.buckets import WORD, Bucket, Layout, Piece, Slot
+from thinwire.wire.memory import untouched_zeros
 from thinwire.wire.packet import HEADER_BYTES
 
 WORD_BYTES = WORD // 8
@@ -88,12 +89,12 @@ class Mail:
         self._element_bits = payload.element_bits
         self.one_room = payload.in_place and not alone
         """Whether all buckets are received in the same place, so that one must be answered before the next comes."""
-        self.answers = torch.zeros(shards * sum(down for _, _, down, _ in geometry), dtype=torch.uint8)
+        self.answers = untouched_zeros(shards * sum(down for _, _, down, _ in geometry), torch.uint8)
         up_sizes = [n * up for _, up, _, _ in geometry]
-        self.sent = self.answers if payload.in_place else torch.zeros(sum(up_sizes), dtype=torch.uint8)
+        self.sent = self.answers if payload.in_place else untouched_zeros(sum(up_sizes), torch.uint8)
         # A worker without peers reads what it has "sent".
         room = max(up_sizes, default=0) if payload.in_place else sum(up_sizes)
-        self._received = self.sent if alone else torch.zeros(room, dtype=torch.uint8)
+        self._received = self.sent if alone else untouched_zeros(room, torch.uint8)
         self.sent_memory = memory_of(self.sent)
         self.answers_memory = memory_of(self.answers)
         self.received_memory = memory_of(self._received)
