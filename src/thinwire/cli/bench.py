@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,10 +16,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import thinwire
-from thinwire.cli import bench_exchange, bench_kernels
-from thinwire.cli.demo import Downlink
+from thinwire.cli import bench_bytes, bench_exchange, bench_kernels
+from thinwire.cli.bench_exchange import SUBJECTS, Turn
 from thinwire.cli.launch import WorkerError, run_workers
-from thinwire.cli.options import integer, output_file
+from thinwire.cli.options import Downlink, downlink_of, integer, optimizer_name, output_file
+from thinwire.cli.report import byte_count
 from thinwire.cli.step import command as step_command
 from thinwire.cli.step.models import MODELS
 from thinwire.kernels import native
@@ -27,6 +29,7 @@ app = typer.Typer(help="Measure, as ratios within one run.", no_args_is_help=Tru
 
 _Json = Annotated[bool, typer.Option("--json", help="Print the figures as JSON instead of a table.")]
 _Out = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the figures to this file too, as JSON.")]
+_Ranks = Annotated[int, typer.Option(min=2, help="Local processes.")]
 _Repeats = Annotated[int, typer.Option(min=10, help="Rounds that count; medians are taken over them.")]
 
 
@@ -57,7 +60,7 @@ def kernels(
                 row.baseline,
                 f"{row.baseline_seconds * 1e3:.2f}",
                 f"{row.ratio:.2f}",
-                _bar(row.ratio, row.bar, higher_is_better=True),
+                _bar(row.ratio, row.bar, higher_is_better=row.higher_is_better),
             )
         Console().print(table)
     settings = {"elements": elements, "repeats": repeats, "isa": bench_kernels.instruction_set()}
@@ -66,40 +69,57 @@ def kernels(
 
 @app.command()
 def exchange(
-    ranks: Annotated[int, typer.Option(min=2, help="Local processes.")] = 4,
+    ranks: _Ranks = 4,
+    optimizer: Annotated[str, optimizer_name(SUBJECTS, "What is measured")] = "birder",
     elements: Annotated[int, typer.Option(min=4096, help="Size of the update.")] = 25_000_000,
     repeats: _Repeats = 11,
     batch: Annotated[int, typer.Option(min=1, help="Windows of 64 characters a rank, for the training step.")] = 2,
-    downlink: Annotated[Downlink, typer.Option(help="What comes back from a vote.")] = Downlink.bit,
-    bucket_mb: Annotated[float | None, typer.Option(help="Birder's bucket_mb.")] = None,
+    downlink: Annotated[
+        Downlink | None, typer.Option(show_default="bit", help="What comes back from Birder's vote.")
+    ] = None,
+    bucket_mb: Annotated[float | None, typer.Option(help="The optimizer's bucket_mb.")] = None,
     as_json: _Json = False,
     out: _Out = None,
 ) -> None:
     """A whole update and a training step between local ranks, against all-reduce + AdamW and DDP + AdamW."""
-    plan = bench_exchange.Plan(elements, repeats, batch, downlink.value, bucket_mb)
-    rows: list[bench_exchange.Row] = []
-    errors = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
-        tasks: dict[str, Any] = {}
-
-        def hear(message: object) -> None:
-            if isinstance(message, bench_exchange.Row):
-                rows.append(message)
-            elif isinstance(message, bench_exchange.Turn):
-                if message.what not in tasks:
-                    tasks[message.what] = progress.add_task(message.what, total=message.of)
-                progress.update(tasks[message.what], completed=message.done)
-
-        try:
-            run_workers(bench_exchange.measure, ranks, (plan,), hear)
-        except WorkerError as error:
-            errors.print(str(error), markup=False, highlight=False)
-            raise typer.Exit(1) from None
+    plan = bench_exchange.Plan(optimizer, elements, repeats, batch, downlink_of(optimizer, downlink), bucket_mb)
+    rows: list[bench_exchange.Row] = _rows_of_workers(bench_exchange.measure, ranks, plan)
     if not as_json:
-        Console().print(_exchange_table(ranks, rows))
+        Console().print(_exchange_table(SUBJECTS[optimizer].label, ranks, rows))
     settings = {"ranks": ranks, **asdict(plan)}
     _write("exchange", settings, [asdict(row) for row in rows], as_json=as_json, out=out)
+
+
+@app.command(name="bytes")
+def whole_run(
+    ranks: _Ranks = 4,
+    elements: Annotated[int, typer.Option(min=4096, help="Parameters of the model.")] = 262_144,
+    steps: Annotated[
+        int, typer.Option(min=10, help="Of 0/1 Adam; 1-bit Adam takes a tenth of them.")
+    ] = bench_bytes.BAR_STEPS,
+    as_json: _Json = False,
+    out: _Out = None,
+) -> None:
+    """Bytes over a whole run, dense steps included, counted between local ranks, against fp32 averages at all steps."""
+    plan = bench_bytes.Plan(elements, steps)
+    rows: list[bench_bytes.Row] = _rows_of_workers(bench_bytes.measure, ranks, plan)
+    if not as_json:
+        table = Table(title=f"Bytes over whole runs, {elements:,} parameters, {ranks} local ranks")
+        for column in ("run", "steps", "dense", "silent", "sent a rank", "all dense", "ratio", "bar"):
+            table.add_column(column, justify="left" if column == "run" else "right")
+        for row in rows:
+            table.add_row(
+                row.name,
+                f"{row.steps:,}",
+                f"{row.dense_steps:,}",
+                f"{row.silent_steps:,}",
+                byte_count(row.bytes_sent),
+                byte_count(row.baseline_bytes),
+                f"{row.ratio:.4f}",
+                _bar(row.ratio, row.bar, higher_is_better=False),
+            )
+        Console().print(table)
+    _write("bytes", {"ranks": ranks, **asdict(plan)}, [asdict(row) for row in rows], as_json=as_json, out=out)
 
 
 @app.command()
@@ -133,10 +153,34 @@ def step(
     step_command.report(results, Console(), json=json, html=html, png=png)
 
 
-def _exchange_table(ranks: int, rows: list[bench_exchange.Row]) -> Table:
-    table = Table(title=f"Birder between {ranks} local ranks on loopback")
-    for column in ("what", "Birder", "against", "its", "ratio", "bar", "where Birder's time went"):
-        numeric = column in ("Birder", "its", "ratio", "bar")
+def _rows_of_workers(work: Callable[..., None], ranks: int, plan: object) -> list[Any]:
+    """Have local ranks measure, with a bar on a terminal; all that rank 0 reports but `Turn`s."""
+    rows: list[Any] = []
+    errors = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
+        tasks: dict[str, Any] = {}
+
+        def hear(message: object) -> None:
+            if not isinstance(message, Turn):
+                rows.append(message)
+                return
+            if message.what not in tasks:
+                tasks[message.what] = progress.add_task(message.what, total=message.of)
+            progress.update(tasks[message.what], completed=message.done)
+
+        try:
+            run_workers(work, ranks, (plan,), hear)
+        except WorkerError as error:
+            errors.print(str(error), markup=False, highlight=False)
+            raise typer.Exit(1) from None
+    return rows
+
+
+def _exchange_table(label: str, ranks: int, rows: list[bench_exchange.Row]) -> Table:
+    table = Table(title=f"{label} between {ranks} local ranks on loopback")
+    for column in ("what", label, "against", "its", "ratio", "bar", f"where {label}'s time went"):
+        numeric = column in (label, "its", "ratio", "bar")
         table.add_column(column, justify="right" if numeric else "left")
     for row in rows:
         where = [

@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from thinwire.cli.charlm import CharTransformer, ModelShape
 from thinwire.cli.launch import Report
-from thinwire.codecs.stochastic_sign import Downlink
+from thinwire.cli.stages import OF_ALL_KINDS, SYNCHRONISING, WARMED_UP
+from thinwire.optimizers._base import WireOptimizer
 
 SHAPE = ModelShape(layers=9, width=256, context=64)
 """A transformer of about 7 M parameters."""
@@ -28,14 +29,85 @@ VOCABULARY = 96
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What to measure, and how often."""
+class Subject:
+    """An optimizer that can be measured, and how much it may take."""
 
+    label: str
+    optimizer: Callable[..., WireOptimizer]
+    memory_bar: Callable[[int], float]
+    """Bytes a parameter, beyond it and its gradient, for so many ranks."""
+    stage: str = ""
+    """In which of its stages updates and training steps are measured, as the rows call it."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """With which all steps after the first `settling_steps` are in that stage."""
+    settling_steps: int = 0
+    every_kind: tuple[dict[str, Any], int] = ({}, 2)
+    """With which the first so many steps are of every kind that there is; each kind needs memory of its own."""
+    update_bar: float | None = None
+    training_bar: float | None = None
+
+
+def _with_owner_error(bytes_a_parameter: float) -> Callable[[int], float]:
+    """An owner remembers a float for each element of its shard."""
+    return lambda ranks: bytes_a_parameter + 4 / ranks
+
+
+_COMPRESSED = " in the compressed stage"
+
+SUBJECTS: dict[str, Subject] = {
+    "birder": Subject("Birder", thinwire.Birder, lambda _: 8.6, update_bar=3.0, training_bar=1.2),
+    "onebit-adam": Subject(
+        "1-bit Adam",
+        thinwire.OneBitAdam,
+        _with_owner_error(13.0),
+        stage=_COMPRESSED,
+        settings=WARMED_UP,
+        settling_steps=4,
+        every_kind=(WARMED_UP, 4),
+    ),
+    "zero-one-adam": Subject(
+        "0/1 Adam",
+        thinwire.ZeroOneAdam,
+        _with_owner_error(17.0),
+        stage=_COMPRESSED,
+        settings=SYNCHRONISING,
+        settling_steps=4,
+        every_kind=(OF_ALL_KINDS, 8),
+    ),
+    "onebit-lamb": Subject(
+        "1-bit LAMB",
+        thinwire.OneBitLamb,
+        _with_owner_error(21.0),
+        stage=_COMPRESSED,
+        settings=WARMED_UP,
+        settling_steps=4,
+        every_kind=(WARMED_UP, 4),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure, and how often. ``optimizer`` is a name in ``SUBJECTS``."""
+
+    optimizer: str
     elements: int
     repeats: int
     batch: int
-    downlink: Downlink
+    downlink: str | None
     bucket_mb: float | None
+
+    @property
+    def subject(self) -> Subject:
+        """Who is measured."""
+        return SUBJECTS[self.optimizer]
+
+    def build(self, params: Any, settings: dict[str, Any]) -> WireOptimizer:
+        """An optimizer of the kind that is measured."""
+        options = {**settings, "bucket_mb": self.bucket_mb}
+        if self.downlink is not None:
+            options["downlink"] = self.downlink
+        return self.subject.optimizer(params, **options)
 
 
 @dataclass(frozen=True)
@@ -48,7 +120,7 @@ class Row:
     baseline: str
     baseline_value: float
     ratio: float
-    bar: float
+    bar: float | None
     higher_is_better: bool
     details: dict[str, Any]
 
@@ -64,41 +136,53 @@ class Turn:
 
 def measure(report: Report, plan: Plan) -> None:
     """Run on every rank; rank 0 reports `Turn`s, and each `Row` when it is known."""
-    memory, update = _update(report, plan)
-    report(memory)
-    report(update)
+    ours = nn.Parameter(torch.ones(plan.elements))  # ones, not zeros, whose pages would not exist yet
+    ours.grad = torch.randn(plan.elements)
+    report(_memory(ours, plan))
+    report(_update(report, ours, plan))
     report(_training_step(report, plan))
 
 
-def _update(report: Report, plan: Plan) -> tuple[Row, Row]:
-    """Encode to applied, for one big gradient that is already there."""
-    grad = torch.randn(plan.elements)
-    ours = nn.Parameter(torch.ones(plan.elements))  # ones, not zeros, whose pages would not exist yet
-    ours.grad = grad
+def _memory(ours: nn.Parameter, plan: Plan) -> Row:
+    """The most that the optimizer of one big parameter takes, over steps of every kind."""
     # The first optimizer of a process imports half of torch, and the first exchange opens connections: not our state.
     small = nn.Parameter(torch.ones(64))
     small.grad = torch.ones(64)
-    _birder([small], plan).step()
+    _largest_tensor_bytes(small, plan)
     before = _peak_bytes(reset=True)
-    birder = _birder([ours], plan)
-    birder.step()
-    birder.step()
-    counted = _tensor_bytes(birder)
+    counted = _largest_tensor_bytes(ours, plan)
     extra = counted if before is None else (_peak_bytes(reset=False) or 0) - before
-    memory = Row(
+    return Row(
         name="peak memory beyond parameters and gradients",
         value=extra / plan.elements,
         unit="bytes a parameter",
         baseline="AdamW's two fp32 moments",
         baseline_value=8.0,
         ratio=extra / plan.elements / 8.0,
-        bar=8.6 / 8.0,
+        bar=plan.subject.memory_bar(dist.get_world_size()) / 8.0,
         higher_is_better=False,
         details={"bytes_in_tensors_per_parameter": counted / plan.elements},
     )
 
+
+def _largest_tensor_bytes(ours: nn.Parameter, plan: Plan) -> int:
+    """Take a step of every kind; the most bytes in tensors after any of them, touched or not."""
+    settings, steps = plan.subject.every_kind
+    optimizer = plan.build([ours], settings)
+    largest = 0
+    for _ in range(steps):
+        optimizer.step()
+        largest = max(largest, _tensor_bytes(optimizer))
+    return largest
+
+
+def _update(report: Report, ours: nn.Parameter, plan: Plan) -> Row:
+    """Encode to applied, for one big gradient that is already there."""
+    optimizer = plan.build([ours], plan.subject.settings)
+    _settle(plan, optimizer.step)
+    assert ours.grad is not None
     theirs = nn.Parameter(torch.zeros(plan.elements))
-    theirs.grad = grad.clone()
+    theirs.grad = ours.grad.clone()
     adamw = torch.optim.AdamW([theirs], fused=True)
 
     def all_reduce_and_adamw() -> None:
@@ -106,15 +190,15 @@ def _update(report: Report, plan: Plan) -> tuple[Row, Row]:
         dist.all_reduce(theirs.grad)
         adamw.step()
 
-    metrics = birder.metrics()
-    mine, baseline = _take_turns(report, "update", plan.repeats, birder.step, all_reduce_and_adamw)
-    return memory, _speed_up(
-        f"update of {plan.elements:,} elements, encode to applied",
+    metrics = optimizer.metrics()
+    mine, baseline = _take_turns(report, "update", plan.repeats, optimizer.step, all_reduce_and_adamw)
+    return _speed_up(
+        f"update of {plan.elements:,} elements{plan.subject.stage}, encode to applied",
         mine,
         "all_reduce of fp32 + fused AdamW",
         baseline,
-        bar=3.0,
-        details=_where_time_went(metrics, birder.metrics()),
+        bar=plan.subject.update_bar,
+        details=_where_time_went(metrics, optimizer.metrics()),
     )
 
 
@@ -122,8 +206,8 @@ def _training_step(report: Report, plan: Plan) -> Row:
     """Forward, backward and step of the 7 M transformer."""
     torch.manual_seed(0)
     ours, theirs = (DistributedDataParallel(CharTransformer(VOCABULARY, SHAPE)) for _ in range(2))
-    birder = _birder(ours.parameters(), plan)
-    thinwire.attach(ours, birder)
+    optimizer = plan.build(ours.parameters(), plan.subject.settings)
+    thinwire.attach(ours, optimizer)
     adamw = torch.optim.AdamW(theirs.parameters(), fused=True)
     windows = torch.randint(VOCABULARY, (plan.batch, SHAPE.context + 1))
 
@@ -136,20 +220,24 @@ def _training_step(report: Report, plan: Plan) -> Row:
         return step
 
     parameters = sum(p.numel() for p in ours.parameters())
-    before = birder.metrics()
-    mine, baseline = _take_turns(report, "step", plan.repeats, train(ours, birder), train(theirs, adamw))
+    train_ours = train(ours, optimizer)
+    _settle(plan, train_ours)
+    before = optimizer.metrics()
+    mine, baseline = _take_turns(report, "step", plan.repeats, train_ours, train(theirs, adamw))
     return _speed_up(
-        f"training step of a transformer of {parameters / 1e6:.1f} M parameters, overlapped",
+        f"training step of a transformer of {parameters / 1e6:.1f} M parameters{plan.subject.stage}, overlapped",
         mine,
         "DDP + fused AdamW",
         baseline,
-        bar=1.2,
-        details=_where_time_went(before, birder.metrics()),
+        bar=plan.subject.training_bar,
+        details=_where_time_went(before, optimizer.metrics()),
     )
 
 
-def _birder(params: Any, plan: Plan) -> thinwire.Birder:
-    return thinwire.Birder(params, downlink=plan.downlink, bucket_mb=plan.bucket_mb)
+def _settle(plan: Plan, step: Callable[[], object]) -> None:
+    """Take the steps that come before the stage to be measured."""
+    for _ in range(plan.subject.settling_steps):
+        step()
 
 
 def _take_turns(
@@ -171,7 +259,7 @@ def _take_turns(
 
 
 def _speed_up(
-    name: str, ours: list[float], baseline: str, theirs: list[float], *, bar: float, details: dict[str, Any]
+    name: str, ours: list[float], baseline: str, theirs: list[float], *, bar: float | None, details: dict[str, Any]
 ) -> Row:
     mine, other = statistics.median(ours), statistics.median(theirs)
     spread = {"seconds": _quartiles(ours), "baseline_seconds": _quartiles(theirs)}
@@ -188,12 +276,13 @@ def _where_time_went(before: thinwire.Metrics, after: thinwire.Metrics) -> dict[
     return {name: (getattr(after, name) - getattr(before, name)) / steps for name in (*spent, "bytes_sent", "rounds")}
 
 
-def _tensor_bytes(optimizer: thinwire.Birder) -> int:
-    """All tensors that the optimizer holds: state and packets."""
-    mail = optimizer._mail
+def _tensor_bytes(optimizer: WireOptimizer) -> int:
+    """All tensors that the optimizer holds: state, and the packets of all its channels."""
     storages: dict[int, int] = {}
-    tensors: list[Tensor] = [mail.sent, mail.answers, *(frame.received for frame in mail.frames)]
-    tensors += [value for state in optimizer.state.values() for value in state.values()]
+    tensors: list[Tensor] = [value for state in optimizer.state.values() for value in state.values()]
+    for channel in optimizer._channels.values():
+        mail = channel.mail
+        tensors += [mail.sent, mail.answers, *(frame.received for frame in mail.frames)]
     for tensor in tensors:
         storage = tensor.untyped_storage()
         storages[storage.data_ptr()] = storage.nbytes()

@@ -6,10 +6,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from thinwire.codecs import sign
 from thinwire.kernels import native, reference
 from thinwire.kernels.ops import BACKENDS
 from thinwire.wire.packet import HEADER_BYTES
@@ -28,8 +30,10 @@ class Row:
     baseline: str
     baseline_seconds: float
     ratio: float
-    """Bytes a second against the baseline's where the baseline is a memcpy; else how many times faster."""
+    """Bytes a second against a memcpy's, unless the name says otherwise: how many times faster, or the time in times of
+    the baseline's, where less is better."""
     bar: float | None
+    higher_is_better: bool = True
 
 
 @dataclass(frozen=True)
@@ -38,8 +42,8 @@ class _Case:
     run: Callable[[], object]
     bytes_per_element: float
     bar: float | None = None
-    by_time: bool = False
-    """Judged by time against a memcpy of as many fp32 elements, instead of by bytes a second."""
+    judged: Literal["bytes", "speed", "time"] = "bytes"
+    """By what against a memcpy of as many fp32 elements: bytes a second, how many times faster, or times the time."""
 
 
 def measure(elements: int, repeats: int) -> list[Row]:
@@ -58,7 +62,7 @@ def _measure(elements: int, repeats: int) -> list[Row]:
     grad = torch.randn(elements)
     to = torch.empty_like(grad)
     copy = _Case("memcpy of fp32", lambda: to.copy_(grad), 8.0)
-    cases = [copy, *_cases(grad)]
+    cases = [copy, *_birder_cases(grad), *_sign_cases(grad), *_float_cases(grad)]
     seconds: dict[str, list[float]] = {case.name: [] for case in cases}
     for turn in range(repeats + 1):
         for case in cases:
@@ -70,9 +74,14 @@ def _measure(elements: int, repeats: int) -> list[Row]:
     rows: list[Row] = []
     for case in cases:
         taken = middle[case.name]
-        traffic = 1.0 if case.by_time else case.bytes_per_element / copy.bytes_per_element
-        ratio = memcpy / taken * traffic
-        rows.append(Row(case.name, taken, case.bytes_per_element, copy.name, memcpy, ratio, case.bar))
+        ratio = memcpy / taken
+        if case.judged == "bytes":
+            ratio *= case.bytes_per_element / copy.bytes_per_element
+        elif case.judged == "time":
+            ratio = taken / memcpy
+        rows.append(
+            Row(case.name, taken, case.bytes_per_element, copy.name, memcpy, ratio, case.bar, case.judged != "time")
+        )
     encode = middle["encode"]
     for name, run, share, bar in _slow_encodes(grad):
         taken = median([_time(run) for _ in range(repeats)]) / share
@@ -80,7 +89,7 @@ def _measure(elements: int, repeats: int) -> list[Row]:
     return rows
 
 
-def _cases(grad: Tensor) -> list[_Case]:
+def _birder_cases(grad: Tensor) -> list[_Case]:
     kernels = BACKENDS["native"]
     elements = grad.numel()
     words = elements // 64
@@ -122,8 +131,82 @@ def _cases(grad: Tensor) -> list[_Case]:
         _Case("apply", apply(x, None, counted=False), 8.125, bar=0.9),
         _Case("apply, bf16 parameter and fp32 master", apply(master, low, counted=False), 12.125),
         _Case(f"apply of {_VOTERS} votes", apply(x, None, counted=True), 8.0 + planes / 8),
-        _Case(f"vote of {_VOTERS} rows to a bit, by time", vote_bit, (_VOTERS + 1) / 8, bar=1.0, by_time=True),
-        _Case(f"vote of {_VOTERS} rows to counts, by time", vote_count, (_VOTERS + planes) / 8, by_time=True),
+        _Case(f"vote of {_VOTERS} rows to a bit, by time", vote_bit, (_VOTERS + 1) / 8, bar=1.0, judged="speed"),
+        _Case(f"vote of {_VOTERS} rows to counts, by time", vote_count, (_VOTERS + planes) / 8, judged="speed"),
+    ]
+
+
+def _sign_cases(grad: Tensor) -> list[_Case]:
+    """Scaled signs with error feedback, and the steps by them."""
+    kernels = BACKENDS["native"]
+    elements = grad.numel()
+    runs = _one_run(elements)
+    packets = torch.zeros(HEADER_BYTES + elements // 8, dtype=torch.uint8)
+    rows = torch.randint(0, 256, (_VOTERS, packets.numel()), dtype=torch.uint8)
+    heard, before = (torch.randint(-(2**62), 2**62, (elements // 64,)) for _ in range(2))
+    scales, row_scales, sums = torch.ones(1), torch.ones(_VOTERS), torch.zeros(1, dtype=torch.float64)
+    x, m, w = torch.randn(elements), torch.zeros(elements), torch.ones(elements)
+    p = torch.ones(elements)
+
+    def encode(memory_dtype: torch.dtype) -> Callable[[], object]:
+        c = torch.zeros(elements, dtype=memory_dtype)
+        known = {"sent_scales": scales, "heard_scales": scales, "sums": sums}
+        rule = {"beta": 0.9, "weight": 0.1, "scale": 1.0, "shift": 0}
+        return lambda: kernels.sign_encode(runs, grad, c, heard, packets, **known, **rule)
+
+    def merge(y: Tensor) -> Callable[[], object]:
+        known = {"scales": row_scales, "last_scale": 1.0, "sums": sums, "shift": 0}
+        return lambda: kernels.sign_merge(runs, rows, y, packets, **known)
+
+    def encode_momentum(c: Tensor) -> Callable[[], object]:
+        rule = {"beta": 0.9, "weight": 0.1, "scale": 1.0, "rate": 1e-3, "shift": 0, "output": sign.SIGNS}
+        return lambda: kernels.momentum_encode(runs, grad, m, c, packets, sent_scales=scales, sums=sums, **rule)
+
+    def apply() -> None:
+        kernels.sign_apply(runs, x, None, p, heard, scales, rate=1e-3, decay=0.9999, anchor=None, m=None, momentum=0.0)
+
+    layer_sums = torch.zeros(1, 3, dtype=torch.float64)
+    factors = {"shrink": 1.0, "beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "unbias": 1.0, "weight_decay": 0.01}
+
+    def measure_layer() -> None:
+        kernels.onebit_lamb_measure(runs, x, None, p, w, heard, scales, before, scales, **factors, sums=layer_sums)
+
+    return [
+        _Case("sign encode, time in memcpys", encode(torch.float32), 12.25, bar=2.5, judged="time"),
+        _Case("sign encode, bf16 memory, time in memcpys", encode(torch.bfloat16), 8.25, judged="time"),
+        _Case(f"sign merge of {_VOTERS} rows", merge(torch.zeros(elements)), 8.0 + (_VOTERS + 1) / 8),
+        _Case("sign apply", apply, 12.125),
+        _Case("momentum encode", encode_momentum(torch.zeros(elements)), 20.125),
+        _Case("1-bit LAMB, measure", measure_layer, 16.25),
+    ]
+
+
+def _float_cases(grad: Tensor) -> list[_Case]:
+    """Steps by gradients that travel as floats."""
+    kernels = BACKENDS["native"]
+    elements = grad.numel()
+    runs = _one_run(elements)
+    packets = torch.zeros(HEADER_BYTES + 4 * elements, dtype=torch.uint8)
+    x, m, v = torch.randn(elements), torch.zeros(elements), torch.zeros(elements)
+    sums = torch.zeros(1, 2, dtype=torch.float64)
+    averages = {"beta1": 0.9, "beta2": 0.99}
+    direction = {"eps": 1e-6, "unbias": 1.0, "correction": 1.0, "weight_decay": 0.01}
+    step = {"eps": 1e-8, "rate": 1e-3, "correction": 1.0, "decay": 0.9999, "update_variance": True}
+
+    def encode() -> None:
+        kernels.dense_encode(runs, grad, packets, scale=1.0)
+
+    def adam() -> None:
+        kernels.adam_apply(runs, x, None, m, v, packets, None, **averages, **step)
+
+    def lamb() -> None:
+        kernels.lamb_measure(runs, x, None, m, v, packets, **averages, **direction, sums=sums)
+        kernels.lamb_apply(runs, x, None, m, v, **direction, rate=1e-3)
+
+    return [
+        _Case("dense encode", encode, 8.0),
+        _Case("Adam apply", adam, 28.0),
+        _Case("LAMB, measure and apply", lamb, 40.0),
     ]
 
 
@@ -152,7 +235,7 @@ def _slow_encodes(grad: Tensor) -> list[tuple[str, Callable[[], object], float, 
 
 
 def _one_run(elements: int) -> Tensor:
-    return torch.tensor([[0, 0, elements, HEADER_BYTES, elements // 8]])
+    return torch.tensor([[0, 0, elements, HEADER_BYTES, elements // 8, 0]])
 
 
 def _time(run: Callable[[], object]) -> float:

@@ -12,6 +12,18 @@ from torch import nn
 import thinwire
 
 WEIGHT_DECAY = 0.1
+DENSE_SHARE = 0.15
+"""Of a run: how much of it is dense, or mostly so, in optimizers that begin like that."""
+
+
+@dataclass(frozen=True)
+class Race:
+    """What the settings of a contender may depend on."""
+
+    steps: int
+    seed: int
+    downlink: str | None = None
+    """Birder's."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +33,8 @@ class Contender:
     label: str
     optimizer: Callable[..., torch.optim.Optimizer]
     settings: dict[str, Any]
+    remark: str | None = None
+    """Which steps send what, for those whose steps are not all alike."""
 
     def build(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """Make the optimizer for these parameters."""
@@ -33,14 +47,69 @@ def adamw() -> Contender:
     return Contender("DDP + AdamW", torch.optim.AdamW, settings)
 
 
-def _birder(downlink: str, seed: int) -> Contender:
+def dense_steps(steps: int) -> int:
+    """How many steps of a run are dense, or mostly so, in optimizers that begin like that."""
+    return max(1, round(DENSE_SHARE * steps))
+
+
+def warm_up(steps: int, longest_memory: float) -> dict[str, Any]:
+    """A warm-up that suits a run, and betas whose variance looks back no further than that."""
+    dense = dense_steps(steps)
+    return {"betas": (0.9, min(longest_memory, 1 - 1 / dense)), "warmup_steps": dense}
+
+
+def _birder(race: Race) -> Contender:
     # From a study of 800 steps on tinyshakespeare, a model of the same size.
+    downlink = race.downlink or "bit"
     lr, beta = {"bit": (4e-3, 0.8), "votes": (6e-3, 0.7)}[downlink]
-    settings = {"lr": lr, "beta": beta, "weight_decay": WEIGHT_DECAY, "downlink": downlink, "seed": seed}
+    settings = {"lr": lr, "beta": beta, "weight_decay": WEIGHT_DECAY, "downlink": downlink, "seed": race.seed}
     return Contender("DDP + Birder", thinwire.Birder, settings)
 
 
-# What `--optimizer` offers. A new optimizer is one line: its name, and its settings for a downlink and a seed.
-CHALLENGERS: dict[str, Callable[[str, int], Contender]] = {
+def _onebit_adam(race: Race) -> Contender:
+    settings = {"lr": 5e-3, "weight_decay": WEIGHT_DECAY, **warm_up(race.steps, longest_memory=0.98)}
+    return Contender("DDP + 1-bit Adam", thinwire.OneBitAdam, settings, _first_dense("AdamW", race.steps))
+
+
+def _onebit_lamb(race: Race) -> Contender:
+    settings = {"lr": 1e-2, "weight_decay": WEIGHT_DECAY, **warm_up(race.steps, longest_memory=0.98)}
+    return Contender("DDP + 1-bit LAMB", thinwire.OneBitLamb, settings, _first_dense("LAMB", race.steps))
+
+
+def _first_dense(rule: str, steps: int) -> str:
+    dense = dense_steps(steps)
+    return f"the first {dense} of {steps} steps are {rule}'s and send floats, the others a bit a parameter each way."
+
+
+def _zero_one_adam(race: Race) -> Contender:
+    freeze = dense_steps(race.steps)
+    settings = {
+        "lr": 5e-3,
+        "betas": (0.9, 0.98),
+        "weight_decay": WEIGHT_DECAY,
+        "var_freeze_step": freeze,
+        "var_update_scaler": min(16, freeze),
+        # A third of what is left at each of the intervals 1, 2 and 4.
+        "local_step_scaler": max(1, -(-(race.steps - freeze) // 3)),
+    }
+    remark = (
+        f"of the first {freeze} of {race.steps} steps ever fewer send floats, the others a bit a parameter each way; "
+        "of those that follow all, then every second, then every fourth sends bits, and the others nothing. Workers "
+        "synchronise before every validation, which is in the bytes but not in the times."
+    )
+    return Contender("DDP + 0/1 Adam", thinwire.ZeroOneAdam, settings, remark)
+
+
+def _lamb(_: Race) -> Contender:
+    settings = {"lr": 1e-2, "betas": (0.9, 0.98), "weight_decay": WEIGHT_DECAY}
+    return Contender("DDP + LAMB", thinwire.Lamb, settings, "all steps send floats, as AdamW's do.")
+
+
+# What `--optimizer` offers. A new optimizer is one line: its name, and its settings for a race.
+CHALLENGERS: dict[str, Callable[[Race], Contender]] = {
     "birder": _birder,
+    "onebit-adam": _onebit_adam,
+    "zero-one-adam": _zero_one_adam,
+    "onebit-lamb": _onebit_lamb,
+    "lamb": _lamb,
 }

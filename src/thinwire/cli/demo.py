@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
@@ -12,26 +11,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from thinwire.cli import training
 from thinwire.cli.charlm import Corpus, ModelShape, load_text
-from thinwire.cli.contenders import CHALLENGERS
+from thinwire.cli.contenders import CHALLENGERS, Race
 from thinwire.cli.launch import WorkerError, run_workers
-from thinwire.cli.options import integer, output_file
+from thinwire.cli.options import Downlink, downlink_of, integer, optimizer_name, output_file
 from thinwire.cli.report import Comparison, print_comparison, write_json
 
-
-class Downlink(str, Enum):
-    """What a shard's owner answers: one bit, or the vote count."""
-
-    bit = "bit"
-    votes = "votes"
-
-
 _MODEL = "Model and batch"
-
-
-def _known_optimizer(name: str) -> str:
-    if name not in CHALLENGERS:
-        raise typer.BadParameter(f"unknown optimizer {name!r}; there is: {', '.join(CHALLENGERS)}")
-    return name
 
 
 def demo(
@@ -47,13 +32,13 @@ def demo(
     ] = None,
     ranks: Annotated[int, integer(1, "Worker processes on this machine.")] = 4,
     steps: Annotated[int, integer(1, "Training steps of each run.")] = 400,
-    optimizer: Annotated[
-        str,
-        typer.Option(callback=_known_optimizer, help=f"What takes AdamW's place: {', '.join(CHALLENGERS)}."),
-    ] = "birder",
+    optimizer: Annotated[str, optimizer_name(CHALLENGERS, "What takes AdamW's place")] = "birder",
     downlink: Annotated[
-        Downlink, typer.Option(help="What comes back from a vote: one bit a parameter, or the count of votes.")
-    ] = Downlink.bit,
+        Downlink | None,
+        typer.Option(
+            show_default="bit", help="What comes back from Birder's vote: one bit a parameter, or the count of votes."
+        ),
+    ] = None,
     seed: Annotated[int, integer(0, "Decides the initial model, the data order and the sampling.")] = 0,
     out: Annotated[Path, output_file("Where to write the picture.")] = Path("thinwire-demo.png"),
     json: Annotated[Path | None, output_file("Write all results to this file too.")] = None,
@@ -74,6 +59,7 @@ def demo(
         shape = ModelShape(layers, width, context)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="'--width'") from None
+    race = Race(steps, seed, downlink_of(optimizer, downlink))
     text = _checked_text(data, context)
     console = Console()
     source = str(data) if data else "the help texts of Python"
@@ -83,7 +69,7 @@ def demo(
         with _progress(console) as progress:
             comparison = Comparison(
                 *(
-                    _run(training.Plan(text, shape, steps, batch, seed, challenger, downlink.value), ranks, progress)
+                    _run(training.Plan(text, shape, batch, race, challenger), ranks, progress)
                     for challenger in (None, optimizer)
                 )
             )
@@ -126,7 +112,7 @@ def _progress(console: Console) -> Progress:
 def _run(plan: training.Plan, ranks: int, progress: Progress) -> training.Outcome:
     """Train as planned while the bar moves; where there is no bar, say when the run is over."""
     label = plan.contender.label
-    bar = progress.add_task(label, total=plan.steps, status=f"starting {ranks} workers")
+    bar = progress.add_task(label, total=plan.race.steps, status=f"starting {ranks} workers")
     outcomes: list[training.Outcome] = []
 
     def hear(message: training.Progress | training.Outcome) -> None:
@@ -141,5 +127,5 @@ def _run(plan: training.Plan, ranks: int, progress: Progress) -> training.Outcom
         raise WorkerError("the workers ended without a result")
     if progress.disable:
         seconds = outcomes[0].cumulative_seconds[-1]
-        progress.console.print(f"{label}: {plan.steps} steps in {seconds:.1f} s", highlight=False)
+        progress.console.print(f"{label}: {plan.race.steps} steps in {seconds:.1f} s", highlight=False)
     return outcomes[0]

@@ -3,10 +3,46 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import typer
+
+
+class Downlink(str, Enum):
+    """What a shard's owner answers: one bit, or the vote count."""
+
+    bit = "bit"
+    votes = "votes"
+
+
+def downlink_of(optimizer: str, downlink: Downlink | None) -> str | None:
+    """The downlink that was asked for, if any.
+
+    Raises:
+        typer.BadParameter: for a downlink of an optimizer that does not vote.
+    """
+    if downlink is None:
+        return None
+    if optimizer != "birder":
+        raise typer.BadParameter(
+            f"only birder votes: {optimizer} has no downlink to choose, but got {downlink.value!r}",
+            param_hint="'--downlink'",
+        )
+    return downlink.value
+
+
+def optimizer_name(known: Collection[str], description: str) -> Any:
+    """One of the names in `known`."""
+
+    def check(name: str) -> str:
+        if name not in known:
+            raise typer.BadParameter(f"unknown optimizer {name!r}; there are: {', '.join(known)}")
+        return name
+
+    return typer.Option(callback=check, help=f"{description}: {', '.join(known)}.")
 
 
 def integer(minimum: int, description: str, panel: str | None = None) -> Any:

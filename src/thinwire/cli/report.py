@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rich.console import Console
@@ -41,8 +42,10 @@ class Comparison:
         """Step time if every worker had such a link of its own, and the exchange hid behind forward and backward."""
         # Both runs compute the same, so a difference in compute is noise: the prediction uses the mean.
         compute = (self.baseline.seconds.compute + self.challenger.seconds.compute) / 2
-        wire = 8 * outcome.bytes_sent_per_step / bits_per_second
-        return max(compute, wire) + outcome.seconds.optimizer
+        ends = [8 * sent / bits_per_second for sent in outcome.cumulative_bytes]
+        # Step by step: one that waits for the wire is not made good by others that hardly use it.
+        exchanges = (end - begin for begin, end in zip([0.0, *ends], ends, strict=False))
+        return fmean(max(compute, exchange) for exchange in exchanges) + outcome.seconds.optimizer
 
 
 def print_comparison(console: Console, comparison: Comparison) -> None:
@@ -94,6 +97,11 @@ def _notes(comparison: Comparison) -> dict[str, str]:
         "Predicted, not measured": "max(forward + backward, sent / link) + optimizer, as if the exchange overlapped "
         "perfectly; forward + backward is the mean of both runs.",
     }
+    if challenger.remark is not None:
+        notes[f"Steps of {challenger.label}"] = (
+            f"{challenger.remark} Bytes a step and predicted times are means over the whole run; other times are "
+            "medians."
+        )
     if not comparison.times_are_comparable:
         means = [_milliseconds(run.cumulative_seconds[-1] / run.steps) for run in (baseline, challenger)]
         notes["No ratio of step times"] = (

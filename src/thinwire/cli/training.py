@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import thinwire
 from thinwire.cli.charlm import CharTransformer, Corpus, ModelShape
-from thinwire.cli.contenders import CHALLENGERS, Contender, adamw
+from thinwire.cli.contenders import CHALLENGERS, Contender, Race, adamw
 from thinwire.cli.launch import Report
 from thinwire.optimizers._base import WireOptimizer
 
@@ -36,16 +36,14 @@ class Plan:
 
     text: str
     shape: ModelShape
-    steps: int
     batch: int
-    seed: int
+    race: Race
     challenger: str | None
-    downlink: str
 
     @property
     def contender(self) -> Contender:
         """Who trains."""
-        return adamw() if self.challenger is None else CHALLENGERS[self.challenger](self.downlink, self.seed)
+        return adamw() if self.challenger is None else CHALLENGERS[self.challenger](self.race)
 
 
 @dataclass(frozen=True)
@@ -88,6 +86,8 @@ class Outcome:
     cumulative_bytes: list[float]
     validation_losses: list[tuple[int, float]]
     metrics: dict[str, Any] | None
+    remark: str | None
+    """Which steps send what, where they are not all alike."""
 
 
 @dataclass
@@ -112,33 +112,37 @@ def train(report: Report, plan: Plan) -> None:
     """Train as the plan says; rank 0 reports ``Progress`` now and then, and an ``Outcome`` at the end."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     corpus = Corpus.from_text(plan.text, plan.shape.context)
-    torch.manual_seed(plan.seed)
+    seed, steps = plan.race.seed, plan.race.steps
+    torch.manual_seed(seed)
     model = DistributedDataParallel(CharTransformer(corpus.vocabulary_size, plan.shape))
     parameters = sum(parameter.numel() for parameter in model.parameters())
     optimizer = plan.contender.build(model.parameters())
     if isinstance(optimizer, WireOptimizer):
         thinwire.attach(model, optimizer)
-    schedule = LambdaLR(optimizer, lambda step: _learning_rate_factor(step, plan.steps))
+    schedule = LambdaLR(optimizer, lambda step: _learning_rate_factor(step, steps))
 
     # One stream of windows for the whole group, of which a rank takes its row: the order depends on the seed alone.
-    data_order = torch.Generator().manual_seed(plan.seed)
+    data_order = torch.Generator().manual_seed(seed)
     last_start = len(corpus.training) - plan.shape.context
     record = _Record()
     validation_losses: list[tuple[int, float]] = []
     reported_at = -math.inf
 
-    for step in range(1, plan.steps + 1):
+    for step in range(1, steps + 1):
         starts = torch.randint(last_start, (ranks, plan.batch), generator=data_order)[rank]
         batch = corpus.training_batch(starts, plan.shape.context)
-        if _is_due(step, plan.steps, PROBES):
+        if _is_due(step, steps, PROBES):
             record.compute_alone.append(_compute_seconds(model, batch))
         _train_step(model, optimizer, batch, record)
         schedule.step()
+        validates = _is_due(step, steps, EVALUATIONS)
+        if validates and isinstance(optimizer, WireOptimizer):
+            optimizer.synchronize()  # all workers validate, and so the same model
         record.bytes_sent.append(_bytes_sent(optimizer, step, parameters, ranks))
-        if time.monotonic() - reported_at > SECONDS_BETWEEN_REPORTS or step == plan.steps:
+        if time.monotonic() - reported_at > SECONDS_BETWEEN_REPORTS or step == steps:
             reported_at = time.monotonic()
             report(Progress(step, record.loss[-1], sum(record.step)))
-        if _is_due(step, plan.steps, EVALUATIONS):
+        if validates:
             validation_losses.append((step, _validation_loss(model.module, corpus, plan.shape.context)))
 
     report(
@@ -146,16 +150,17 @@ def train(report: Report, plan: Plan) -> None:
             label=plan.contender.label,
             settings=plan.contender.settings,
             ranks=ranks,
-            steps=plan.steps,
+            steps=steps,
             parameters=parameters,
             validation_loss=validation_losses[-1][1],
-            bytes_sent_per_step=record.bytes_sent[-1] / plan.steps,
+            bytes_sent_per_step=record.bytes_sent[-1] / steps,
             seconds=record.typical_seconds(),
             training_losses=_mean_over_workers(record.loss),
             cumulative_seconds=list(accumulate(record.step)),
             cumulative_bytes=record.bytes_sent,
             validation_losses=validation_losses,
             metrics=asdict(optimizer.metrics()) if isinstance(optimizer, WireOptimizer) else None,
+            remark=plan.contender.remark,
         )
     )
 

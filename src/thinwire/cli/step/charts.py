@@ -21,7 +21,7 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from thinwire.cli.step import words
-from thinwire.cli.step.methods import bucket_size
+from thinwire.cli.step.methods import bucket_size, method_named
 from thinwire.cli.step.results import BASELINE, LIMIT, Results, Row
 
 # The page replaces these by colours of its own, one for light and one for dark: so each means one thing only.
@@ -276,7 +276,7 @@ def _draw_sweep(own: dict[str, Row]) -> Callable[[Axes], None]:
 def _side(method: str) -> str:
     if method == LIMIT:
         return "limit"
-    return "ours" if method.startswith("birder") else "theirs"
+    return "ours" if method_named(method).ours else "theirs"
 
 
 def _name_rows(axes: Axes, methods: Sequence[str]) -> Iterator[tuple[int, str]]:

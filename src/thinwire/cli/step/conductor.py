@@ -15,7 +15,7 @@ from thinwire.testbed import Testbed, parse_rate
 
 # A few interpreters import torch at the same time, on cores that they share.
 SECONDS_TO_START = 120.0
-# Ranks show life once a step, and no step sends more than the baseline's.
+# Ranks show life once a step, and no step sends much more than the baseline's.
 LEAST_PATIENCE, PATIENCE_IN_BASELINE_STEPS = 60.0, 5.0
 
 

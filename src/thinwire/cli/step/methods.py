@@ -21,6 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import thinwire
+from thinwire.cli.stages import LOCAL_CYCLE, MOSTLY_LOCAL, SYNCHRONISING, WARMED_UP
+from thinwire.optimizers._base import WireOptimizer
 
 POWERSGD_RANK = 1
 # torch's smallest: the hook averages densely in the steps before. Warm-up has more steps than that.
@@ -61,6 +63,10 @@ class Method:
     """Bytes that must leave a host in a step, without headers of any kind."""
     obstacle: Callable[[Cluster], str | None] = _nothing_in_the_way
     """Why it makes no sense here, if so."""
+    cycle: int = 1
+    """Steps after which the same kinds of steps come again: only whole cycles can be compared."""
+    ours: bool = False
+    """Whether it is one of thinwire's."""
 
 
 def method_named(name: str) -> Method:
@@ -70,7 +76,7 @@ def method_named(name: str) -> Method:
         KeyError: for any other name.
     """
     size = bucket_size(name)
-    return METHODS[name] if size is None else _birder(f"flat, bucket_mb={size:g}", bucket_mb=size)
+    return METHODS[name] if size is None else _thinwire(thinwire.Birder, f"flat, bucket_mb={size:g}", bucket_mb=size)
 
 
 def with_buckets(megabytes: float) -> str:
@@ -157,14 +163,18 @@ def _low_rank(cluster: Cluster, shapes: Shapes) -> float:
     return _ring(cluster, 4 * sent)
 
 
-def _between_ranks(bits_down: Callable[[int], int]) -> Theory:
-    """Every rank sends 1 bit an element up to the owner of its shard, and as an owner its answer to everybody."""
+def _between_ranks(bits_up: float, bits_down: Callable[[int], float]) -> Theory:
+    """Every rank sends so many bits an element to the owner of its shard, and as an owner its answer to everybody."""
 
     def theory(cluster: Cluster, shapes: Shapes) -> float:
         on_other_hosts = (cluster.world - cluster.ranks) / cluster.world
-        return cluster.ranks * on_other_hosts * (1 + bits_down(cluster.world)) * _elements(shapes) / 8
+        return cluster.ranks * on_other_hosts * (bits_up + bits_down(cluster.world)) * _elements(shapes) / 8
 
     return theory
+
+
+def _each_way(bits: float) -> Theory:
+    return _between_ranks(bits, lambda _: bits)
 
 
 def _between_hosts(cluster: Cluster, shapes: Shapes) -> float:
@@ -172,36 +182,35 @@ def _between_hosts(cluster: Cluster, shapes: Shapes) -> float:
     return 2 * (cluster.hosts - 1) / cluster.hosts * _elements(shapes) / 8
 
 
-def _one_bit(_: int) -> int:
-    return 1
-
-
 def _vote_count_bits(voters: int) -> int:
     return math.ceil(math.log2(voters + 1))
 
 
-_ONE_BIT_EACH_WAY = _between_ranks(_one_bit)
+_ONE_BIT_EACH_WAY = _each_way(1)
 
 
 # The rows -------------------------------------------------------------------------------------------------------------
 
 
-def _birder(
+def _thinwire(
+    optimizer_class: type[WireOptimizer],
     variant: str,
     *,
     overlap: bool = True,
     theory: Theory = _ONE_BIT_EACH_WAY,
     obstacle: Callable[[Cluster], str | None] = _nothing_in_the_way,
+    cycle: int = 1,
     **options: Any,
 ) -> Method:
     options = {"topology": "flat", **options}
 
     def prepare(model: DistributedDataParallel) -> Optimizer:
-        optimizer = thinwire.Birder(model.parameters(), **options)
+        optimizer = optimizer_class(model.parameters(), **options)
         thinwire.attach(model, optimizer, overlap=overlap)
         return optimizer
 
-    return Method(f"DDP + thinwire.Birder, {variant}", prepare, theory, obstacle)
+    description = f"DDP + thinwire.{optimizer_class.__name__}, {variant}"
+    return Method(description, prepare, theory, obstacle, cycle, ours=True)
 
 
 def _needs_several_ranks_a_host(cluster: Cluster) -> str | None:
@@ -228,15 +237,33 @@ METHODS: dict[str, Method] = {
         _with_hook(powerSGD_hook.powerSGD_hook, _powersgd_state),
         _low_rank,
     ),
-    "birder": _birder("flat"),
-    "birder-no-overlap": _birder("flat, exchanged in step() instead of during backward", overlap=False),
-    "birder-votes": _birder('flat, downlink="votes"', theory=_between_ranks(_vote_count_bits), downlink="votes"),
-    "birder-hierarchical": _birder(
+    "birder": _thinwire(thinwire.Birder, "flat"),
+    "birder-no-overlap": _thinwire(
+        thinwire.Birder, "flat, exchanged in step() instead of during backward", overlap=False
+    ),
+    "birder-votes": _thinwire(
+        thinwire.Birder, 'flat, downlink="votes"', theory=_between_ranks(1, _vote_count_bits), downlink="votes"
+    ),
+    "birder-hierarchical": _thinwire(
+        thinwire.Birder,
         "hierarchical: hosts vote",
         theory=_between_hosts,
         obstacle=_needs_several_ranks_a_host,
         topology="hierarchical",
     ),
+    "onebit-adam": _thinwire(thinwire.OneBitAdam, "flat, after its warm-up", **WARMED_UP),
+    "onebit-adam-warmup": _thinwire(
+        thinwire.OneBitAdam, "flat, in its warm-up: floats", theory=_each_way(32), warmup_steps="auto"
+    ),
+    "zero-one-adam": _thinwire(thinwire.ZeroOneAdam, "flat, synchronising at every step", **SYNCHRONISING),
+    "zero-one-adam-local": _thinwire(
+        thinwire.ZeroOneAdam,
+        f"flat, synchronising at every {LOCAL_CYCLE}th step; means over {LOCAL_CYCLE} steps",
+        theory=_each_way(1 / LOCAL_CYCLE),
+        cycle=LOCAL_CYCLE,
+        **MOSTLY_LOCAL,
+    ),
+    "onebit-lamb": _thinwire(thinwire.OneBitLamb, "flat, after its warm-up", **WARMED_UP),
     "local": Method(
         "DDP with a hook that sends nothing + fused AdamW: the limit",
         _with_hook(_keep_local, state=lambda: None),

@@ -124,7 +124,7 @@ def _model(results: Results, rows: Sequence[Row], model: str) -> str:
     for rate, own in groupby((row for row in rows if row.model == model), key=lambda row: row.rate):
         own = list(own)
         caption = f"{words.rate(rate)}; forward and backward alone take {words.seconds(own[0].compute)}"
-        ours = [row.method.startswith("birder") for row in own]
+        ours = [method_named(row.method).ours for row in own]
         parts.append(_table(HEADINGS, map(cells, own), caption=caption, ours=ours))
     gone = [
         (f"{one.method} ({one.outcome})", f"<code>{escape(one.reason)}</code>")
@@ -178,7 +178,8 @@ begins with another method: a noisy neighbour hits all alike. A turn has a fresh
 {WARM_UP_STEPS} steps of warm-up without a limit, one at the rate, and then as many as fit into {plan.seconds:g} s, at
 least {FEWEST_STEPS}.</li>
 <li>Measured steps follow each other without barriers. A step's time is that from the end of the one before to its own
-end, as the mean over ranks; the median and the quartiles are over all steps of all turns.</li>
+end, as the mean over ranks; the median and the quartiles are over all steps of all turns. Where steps of several kinds
+take turns, whole cycles of them are measured, and the mean over a cycle counts as a step.</li>
 <li>Compute is forward and backward under no_sync(), {COMPUTE_PROBES} times a turn, on all ranks together. It is the
 same work for all methods, so one median over all of them counts.</li>
 <li>Exposed wait is what thinwire's optimizers report of standing still in step(); for other methods that
@@ -186,6 +187,8 @@ send it is the step without compute and optimizer.</li>
 <li>Sent is what left a host's link in the measured steps, with the headers of every frame, acknowledgements included.
 Theory is what a method has to send: 2(n-1)/n times the gradients for an all-reduce in a ring of n ranks, 2(n-1)/n·d/8
 bytes for d parameters at a bit up and a bit down.</li>
+<li>1-bit Adam, 0/1 Adam and 1-bit LAMB are measured in the stage that their row names. They get there in two steps, and
+at a learning rate at which nothing moves: a variance that is frozen so early would let some parameters fly off.</li>
 <li>The bound is max(compute, theory at the rate): a perfect overlap.</li>
 <li>DDP runs with its defaults, but for broadcast_buffers=False: statistics of BatchNorm are nobody's gradients, and the
 same for all.</li>

@@ -89,7 +89,9 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Of at least two values."""
+        """Of at least one value."""
+        if len(values) == 1:
+            return cls(values[0], values[0], values[0])
         return cls(*statistics.quantiles(values, n=4, method="inclusive"))
 
 
@@ -163,6 +165,11 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
+def _cycle_means(values: Sequence[float], cycle: int) -> list[float]:
+    """A value a step as one a cycle, so that rare steps that cost more have their share in what is typical."""
+    return [statistics.fmean(values[first : first + cycle]) for first in range(0, len(values), cycle)]
+
+
 def _lines(path: Path) -> list[str]:
     return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
 
@@ -199,11 +206,15 @@ class Results:
         """Of one model at one rate."""
         # Forward and backward are the same work for all, so a difference between their probes is noise.
         compute = statistics.median(probe for own in turns.values() for turn in own for probe in turn.compute)
-        steps = {method: Spread.of([s for turn in own for s in turn.step]) for method, own in turns.items()}
+        cycles = {method: method_named(method).cycle for method in turns}
+        steps = {
+            method: Spread.of([s for turn in own for s in _cycle_means(turn.step, cycles[method])])
+            for method, own in turns.items()
+        }
         for method, own in turns.items():
-            first, step = own[0], steps[method]
-            optimizer = statistics.median(s for turn in own for s in turn.optimizer)
-            waits = [s for turn in own for s in turn.exposed_wait]
+            first, step, cycle = own[0], steps[method], cycles[method]
+            optimizer = statistics.median(s for turn in own for s in _cycle_means(turn.optimizer, cycle))
+            waits = [s for turn in own for s in _cycle_means(turn.exposed_wait, cycle)]
             # A difference of medians: what comes out below zero is zero as far as this run can tell.
             beyond = max(0.0, step.median - compute - optimizer)
             theory = method_named(method).theory(self.plan.cluster, parameter_shapes(first.model))
@@ -230,12 +241,10 @@ class Results:
             )
 
     def verdicts(self) -> list[Verdict]:
-        """The bars that Birder has to clear, on the clusters for which they were set."""
-        flat = {
-            row.rate: row
-            for row in self.rows()
-            if (self.plan.hosts, self.plan.ranks, row.model, row.method) == (4, 1, "lm-7m", "birder")
-        }
+        """The bars that optimizers have to clear, on the clusters for which they were set."""
+        on_4_hosts = (self.plan.hosts, self.plan.ranks) == (4, 1)
+        here = [row for row in self.rows() if on_4_hosts and row.model == "lm-7m"]
+        flat = {row.rate: row for row in here if row.method == "birder"}
         hierarchical = [
             row.bytes_sent / row.bytes_theory
             for row in self.rows()
@@ -245,6 +254,9 @@ class Results:
 
         def of(rate: str, name: str) -> float | None:
             return getattr(flat[rate], name) if rate in flat else None
+
+        def speed_at_100mbit(method: str) -> float | None:
+            return next((row.speed_up for row in here if (row.rate, row.method) == ("100mbit", method)), None)
 
         return [
             Verdict("100 Mbit/s: steps a second, Birder to ddp-adamw", 18.0, True, of("100mbit", "speed_up")),
@@ -258,6 +270,10 @@ class Results:
                 1.10,
                 False,
                 max(hierarchical, default=None),
+            ),
+            *(
+                Verdict(f"100 Mbit/s: steps a second, {method} to ddp-adamw", 10.0, True, speed_at_100mbit(method))
+                for method in ("onebit-adam", "zero-one-adam", "onebit-lamb")
             ),
         ]
 

@@ -27,7 +27,8 @@ from thinwire.cli.step.models import MODELS
 from thinwire.metrics import Metrics
 from thinwire.optimizers._base import WireOptimizer
 
-# DDP arranges its buckets anew after the first, attach overlaps from the second, PowerSGD compresses from the third.
+# DDP arranges its buckets anew after the first, attach overlaps from the second; PowerSGD and ours whose warm-up is not
+# what is measured (`thinwire.cli.stages`) compress from the third.
 WARM_UP_STEPS = 4
 COMPUTE_PROBES = 4
 FEWEST_STEPS, MOST_STEPS = 2, 400
@@ -60,7 +61,8 @@ class Turn:
         # All ranks have the same seed, so there is nothing to synchronise, neither now nor, for the running averages of
         # BatchNorm, before every forward. That is the same for all methods, and not what is compared.
         self._model = DistributedDataParallel(workload.build(), broadcast_buffers=False, init_sync=False)
-        self._optimizer = method_named(method).prepare(self._model)
+        self._method = method_named(method)
+        self._optimizer = self._method.prepare(self._model)
         self._batch = workload.batch(torch.Generator().manual_seed(dist.get_rank()))
         self._show_life = show_life
         self._record = Record()
@@ -72,7 +74,7 @@ class Turn:
             self._step(Record())
 
     def settle(self, seconds: float) -> None:
-        """Time the computation, take a step at the final rate, and agree on how many fit into `seconds`."""
+        """Time the computation, take a step at the final rate, and agree on how many fit `seconds`, in whole cycles."""
         dist.barrier()
         for _ in range(COMPUTE_PROBES):
             self._record.compute.append(self._compute_alone())
@@ -80,8 +82,9 @@ class Turn:
         began = time.perf_counter()
         self._step(Record())
         dist.barrier()
-        fitting = round(seconds / (time.perf_counter() - began))
-        agreed = torch.tensor(min(max(FEWEST_STEPS, fitting), MOST_STEPS))
+        fitting = min(max(FEWEST_STEPS, round(seconds / (time.perf_counter() - began))), MOST_STEPS)
+        cycle = self._method.cycle
+        agreed = torch.tensor(max(1, round(fitting / cycle)) * cycle)
         dist.broadcast(agreed, src=0)
         self._steps = int(agreed)
 

@@ -1,0 +1,115 @@
+"""What optimizers send over a whole run, counted in one between local ranks, against averaging in fp32 at every step.
+
+Bytes do not depend on what is learnt, so the gradient is random and stays the same.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import thinwire
+from thinwire.cli.bench_exchange import Turn
+from thinwire.cli.contenders import warm_up
+from thinwire.cli.launch import Report
+from thinwire.optimizers._base import WireOptimizer
+
+BAR_STEPS = 10_000
+"""The length of a run for which 0/1 Adam's bar was set; longer ones send less a step."""
+_TURNS = 100
+"""How often rank 0 shows life in a run."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """An optimizer, and how long a run of it is."""
+
+    label: str
+    optimizer: Callable[..., WireOptimizer]
+    settings: dict[str, Any]
+    steps: int
+    bar: float | None
+
+
+def runs(steps: int) -> list[Run]:
+    """All that are counted; `steps` is the length of the longest.
+
+    1-bit Adam has a tenth of them: the share of its warm-up, and so the ratio, is the same.
+    """
+    tenth = max(1, steps // 10)
+    return [
+        Run("1-bit Adam, 15 % warm-up", thinwire.OneBitAdam, warm_up(tenth, longest_memory=0.999), tenth, bar=0.19),
+        Run("0/1 Adam", thinwire.ZeroOneAdam, {}, steps, bar=0.02 if steps >= BAR_STEPS else None),
+    ]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one run has sent, in bytes a rank."""
+
+    name: str
+    settings: dict[str, Any]
+    steps: int
+    dense_steps: int
+    """That sent more than a byte an element."""
+    silent_steps: int
+    """That sent nothing."""
+    bytes_sent: float
+    baseline: str
+    baseline_bytes: float
+    ratio: float
+    bar: float | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long to run, and with how many parameters."""
+
+    elements: int
+    steps: int
+
+
+def measure(report: Report, plan: Plan) -> None:
+    """Run on every rank; rank 0 reports `Turn`s, and a `Row` a run."""
+    for run in runs(plan.steps):
+        report(_count(report, run, plan.elements))
+
+
+def _count(report: Report, run: Run, elements: int) -> Row:
+    torch.manual_seed(dist.get_rank())
+    parameter = nn.Parameter(torch.ones(elements))
+    parameter.grad = torch.randn(elements)
+    optimizer = run.optimizer([parameter], **run.settings)
+    kinds: Counter[str] = Counter()
+    sent = 0
+    for step in range(1, run.steps + 1):
+        optimizer.step()
+        if step == run.steps:
+            optimizer.synchronize()  # a model is there to be used
+        before, sent = sent, optimizer.metrics().bytes_sent
+        kinds["silent" if sent == before else "dense" if sent - before > elements else "signs"] += 1
+        if step * _TURNS // run.steps > (step - 1) * _TURNS // run.steps:
+            report(Turn(run.label, step, run.steps))
+    ranks = dist.get_world_size()
+    total = torch.tensor(float(sent), dtype=torch.float64)
+    dist.all_reduce(total)
+    dense = 2 * (ranks - 1) / ranks * 4 * elements * run.steps
+    mean = total.item() / ranks
+    return Row(
+        name=run.label,
+        settings=run.settings,
+        steps=run.steps,
+        dense_steps=kinds["dense"],
+        silent_steps=kinds["silent"],
+        bytes_sent=mean,
+        baseline="2(n-1)/n · 4 bytes a parameter and step",
+        baseline_bytes=dense,
+        ratio=mean / dense,
+        bar=run.bar,
+    )
