@@ -70,12 +70,12 @@ class ZeroOneParameter(AdamParameter):
     def current_preconditioner(self, floor: float = 0.0) -> np.ndarray:
         return preconditioner_of(self.v, self.variance_updates, self.betas[1], self.eps, floor)
 
-    def preconditioner_of_signs(self, floor: float) -> np.ndarray:
-        """Before the freeze it is eps that is at least floor rms(V)."""
+    def eps_of_signs(self, floor: float) -> float:
+        """Before the freeze, once there are signs in m, it is eps that is at least floor rms(V)."""
         if not self.variance_updates:
-            return np.zeros_like(self.v)
+            return self.eps
         rms = root_mean_square(np.sqrt(self.v[self.v > 0] / (1 - self.betas[1] ** self.variance_updates)))
-        return preconditioner_of(self.v, self.variance_updates, self.betas[1], max(self.eps, floor * rms))
+        return max(self.eps, floor * rms)
 
     def begin_interval(self, worker_errors: np.ndarray) -> None:
         self.c = worker_errors.copy()
@@ -157,9 +157,10 @@ class ZeroOneAdamOracle:
         skipped = not all(g.finite for g in gradients)
         for p, g in zip(self.parameters, gradients, strict=True):
             if g.anywhere and not skipped:
+                eps = p.eps_of_signs(self.variance_floor) if p.updates > p.variance_updates else p.eps
                 p.absorb(g.mean)
                 p.variance_updates += 1
-                p.adamw(p.current_preconditioner())
+                p.adamw(preconditioner_of(p.v, p.variance_updates, p.betas[1], eps))
         return Outcome("dense", [skipped] * self.space.workers)
 
     def _momentum_step(self, gradients: Sequence[Gradient]) -> Outcome:
@@ -172,7 +173,8 @@ class ZeroOneAdamOracle:
             if g.anywhere and not skipped:
                 p.m = p.betas[0] * p.m + (1 - p.betas[0]) * answer
                 p.updates += 1
-                p.adamw(p.preconditioner_of_signs(self.variance_floor))
+                eps = p.eps_of_signs(self.variance_floor)
+                p.adamw(preconditioner_of(p.v, p.variance_updates, p.betas[1], eps))
         return Outcome("signs", [skipped] * self.space.workers)
 
     def _freeze(self) -> None:
@@ -190,7 +192,7 @@ class ZeroOneAdamOracle:
     def _step_after_the_freeze(self, gradients: Sequence[Gradient]) -> Outcome:
         since_freeze = self.step_number - self.var_freeze_step
         interval = local_interval(since_freeze, self.local_step_scaler, self.local_step_clipper)
-        self._fade_errors(interval)
+        self._fade_errors(interval - (since_freeze - 1) % interval)
         unfit = self._absorb(gradients)
         if since_freeze % interval == 0:
             # Local steps must not be lost: only an interval of this one step can be skipped.
@@ -201,13 +203,13 @@ class ZeroOneAdamOracle:
         self.local_steps += 1
         return Outcome("none", unfit)
 
-    def _fade_errors(self, interval: int) -> None:
+    def _fade_errors(self, steps_to_go: int) -> None:
         """In the first step of an interval whose learning rates are going to be less than 0.99 of the last one's."""
         factors = []
         for p in self.parameters:
             factor = 1.0
             if p.lr_sum == 0 and p.lr_sum_before > 0:
-                shrink = min(1.0, self._rate(p) * interval / p.lr_sum_before)
+                shrink = min(1.0, self._rate(p) * steps_to_go / p.lr_sum_before)
                 factor = shrink if shrink < 0.99 else 1.0
             p.c *= factor
             factors.append(np.full(p.elements.size, factor))

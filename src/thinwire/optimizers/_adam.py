@@ -106,8 +106,8 @@ class AdamFamily(WireOptimizer):
         low: Tensor | None,
         group: dict[str, Any],
         variance_updates: int,
+        eps: float,
         signs: ScaledSign | None = None,
-        eps: float | None = None,
     ) -> None:
         """AdamW by the answer: the mean gradient, or where it came as `signs` without an update of the variance."""
         lr, (beta1, beta2) = float(group["lr"]), group["betas"]
@@ -123,7 +123,7 @@ class AdamFamily(WireOptimizer):
                 None if signs is None else signs.answer_scales,
                 beta1=beta1,
                 beta2=beta2,
-                eps=group["eps"] if eps is None else eps,
+                eps=eps,
                 rate=lr * correction(beta1, self._updates.now[position]),
                 correction=root_correction(beta2, variance_updates),
                 decay=1.0 - lr * group["weight_decay"],

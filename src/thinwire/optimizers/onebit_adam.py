@@ -133,7 +133,7 @@ class OneBitAdam(FrozenVariance):
         self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None, group: dict[str, Any]
     ) -> None:
         if not self._compressing:
-            self._apply_gradient(position, parts, x, low, group, self._updates.now[position] + 1)
+            self._apply_gradient(position, parts, x, low, group, self._updates.now[position] + 1, group["eps"])
             return
         lr = float(group["lr"])
         self._updates.now[position] += 1

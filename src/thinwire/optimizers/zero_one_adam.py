@@ -259,7 +259,9 @@ class ZeroOneAdam(AdamFamily):
         # Once for the whole step: backward may encode parameters before, and step() others after, a change.
         self._read_rates()
         if self._interval.frozen_at and not self._repeats:
-            shrinks = self._interval.shrinks(self._rates, self._interval_length())
+            length = self._interval_length()
+            left = length - (self._since_freeze() - 1) % length  # less than all of it after synchronize()
+            shrinks = self._interval.shrinks(self._rates, left)
             if min(shrinks, default=1.0) < _FALL:
                 factors = [shrink if shrink < _FALL else 1.0 for shrink in shrinks]
                 self._signs.fade([factors[group] for group in self._group_index])
@@ -318,13 +320,19 @@ class ZeroOneAdam(AdamFamily):
             self._apply_local(position, parts, x, low)
         elif self._interval.frozen_at:
             self._apply_agreed(position, parts, x, low)
-        elif self._on(DENSE):
-            self._variance_updates.now[position] += 1
-            self._apply_gradient(position, parts, x, low, group, self._variance_updates.now[position])
         else:
-            updates = self._variance_updates.now[position]
-            eps = max(group["eps"], self._floor(position, updates, self._variance_floor))
-            self._apply_gradient(position, parts, x, low, group, updates, self._signs, eps)
+            self._apply_shared(position, parts, x, low, group)
+
+    def _apply_shared(
+        self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None, group: dict[str, Any]
+    ) -> None:
+        """AdamW by a gradient that all workers have: in floats, or in signs, which leave the variance alone."""
+        dense, updates, eps = self._on(DENSE), self._variance_updates.now[position], group["eps"]
+        if not dense or self._updates.now[position] > updates:  # there are signs in the momentum
+            eps = max(eps, self._floor(position, updates, self._variance_floor))
+        self._variance_updates.now[position] += dense
+        signs = None if dense else self._signs
+        self._apply_gradient(position, parts, x, low, group, updates + dense, eps, signs)
 
     def _apply_local(self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None) -> None:
         group = self._group_index[position]
