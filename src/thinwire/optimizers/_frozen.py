@@ -126,6 +126,7 @@ class FrozenVariance(AdamFamily):
         if self._topology.compresses and not self._compressing:
             rates = [float(group["lr"]) for group in self.param_groups]
             if self._warmup.over(self._step_number, math.fsum(self._variances.now), rates):
+                self._channels[DENSE].release()  # first: what comes now touches memory of its own
                 self._switch()
         super()._end_step()
 
