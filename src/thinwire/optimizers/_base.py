@@ -10,26 +10,23 @@ backward has a gradient.
 
 from __future__ import annotations
 
-import abc
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from thinwire.codecs import Codec
 from thinwire.kernels import ops
 from thinwire.metrics import Meter, Metrics
 from thinwire.optimizers import _state_dict
 from thinwire.optimizers._agreement import describe, require_agreement
 from thinwire.optimizers._inputs import LOW_PRECISION, check_dtypes, gradient_of
-from thinwire.optimizers._state import State
+from thinwire.optimizers._paper import LOCAL, Paper
 from thinwire.optimizers._traffic import Channel, Link, Presence, Traffic
 from thinwire.wire import packet
 from thinwire.wire.buckets import Layout, bucket_elements, is_dense
@@ -40,7 +37,7 @@ from thinwire.wire.peers import Peers
 from thinwire.wire.topology import Choice, choose
 
 
-class WireOptimizer(Optimizer, abc.ABC):
+class WireOptimizer(Paper):
     """What all of thinwire's optimizers share; see the subclasses for use.
 
     The phases of `step()`:
@@ -56,8 +53,6 @@ class WireOptimizer(Optimizer, abc.ABC):
     # GradScaler would otherwise decide a rank at a time whether step() is called, and the others would wait for ever.
     _step_supports_amp_scaling = True
     _built = False
-    _state_has_buckets = False
-    """Whether what is kept depends on how the flat space is cut into buckets."""
 
     def __init__(
         self,
@@ -89,70 +84,20 @@ class WireOptimizer(Optimizer, abc.ABC):
         self._build()
         _state_dict.install(self)
 
-    # What a paper says -----------------------------------------------------------------------------------------------
-
-    @abc.abstractmethod
-    def _check_group(self, group: dict[str, Any]) -> None:
-        """Refuse hyper-parameters that make no sense."""
-
-    @abc.abstractmethod
-    def _settings(self) -> dict[str, Any]:
-        """Arguments of the constructor, beyond those of parameter groups, on which all ranks must agree."""
+    # What is the same for most papers --------------------------------------------------------------------------------
 
     def _progress(self) -> dict[str, Any]:
         """How far the run has come, on which all ranks must agree too."""
         return {"the number of steps taken": int(self._step_count)}
-
-    @abc.abstractmethod
-    def _declare(self, layout: Layout) -> tuple[dict[str, Codec], State]:
-        """Allocate the flat state; tell by which codecs the optimizer speaks, and what is kept, to be saved.
-
-        A codec whose name is LOCAL is for steps in which nothing leaves the node.
-        """
 
     def _channel_now(self) -> str:
         """The name of the codec of the step under way; the only one, unless a paper says otherwise."""
         (name,) = self._channels
         return name
 
-    @abc.abstractmethod
-    def _local(self, position: int, part: Part, grad: Tensor | None, group: dict[str, Any], scale: float) -> bool:
-        """The local rule for a part of a parameter, given a gradient to be multiplied by `scale`.
-
-        Writes what is sent for `part.up_runs` into the packets; returns whether the gradient was not finite. Without a
-        gradient that is what the state says as it is. Runs on a lane in a hierarchical topology.
-        """
-
-    @abc.abstractmethod
-    def _apply(
-        self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None, group: dict[str, Any]
-    ) -> None:
-        """Move a parameter by the answer. `x` is fp32, dense; if it is a master, `low` is the parameter."""
-
-    def _first_flags(self) -> int:
-        """The flags with which this step's packets start out."""
-        return 0
-
-    def _before_exchange(self) -> None:
-        """What happens before the first parameter of an exchange is encoded."""
-
-    def _settle(self, flags: int) -> int:
-        """What happens between the exchange and the apply, given the flags seen; returns those to go on with."""
-        return flags
-
-    def _conclude(self) -> None:
-        """What happens after the apply."""
-
-    def _end_step(self) -> None:
-        """What happens at the end of a step, taken or skipped."""
-
     def _agreed_value(self, position: int) -> Tensor:
         """What a parameter is on all ranks, whatever a rank has made of it since."""
         return self._flat_params[position]
-
-    def _mean_abs_vote(self) -> float:
-        """How much the workers agreed in the last step."""
-        return math.nan
 
     def _settings_text(self) -> str:
         """The arguments that decide the bits of a run, for people to read."""
@@ -431,10 +376,6 @@ class WireOptimizer(Optimizer, abc.ABC):
             f"{type(self).__name__} has threads and process groups, which cannot be copied or pickled: "
             "save state_dict(), and load it into a new optimizer"
         )
-
-
-LOCAL = "local"
-"""The name of a codec whose packets stay inside the node."""
 
 
 def _form(p: Tensor) -> tuple[torch.dtype, torch.device, torch.Size, tuple[int, ...]]:

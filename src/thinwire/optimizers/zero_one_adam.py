@@ -28,8 +28,8 @@ from thinwire.optimizers._adam import (
     keep_signs,
     signed,
 )
-from thinwire.optimizers._base import LOCAL
 from thinwire.optimizers._intervals import Interval, local_interval, variance_steps
+from thinwire.optimizers._paper import LOCAL
 from thinwire.optimizers._state import State
 from thinwire.wire import packet
 from thinwire.wire.buckets import Layout

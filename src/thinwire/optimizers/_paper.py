@@ -1,0 +1,79 @@
+"""What a paper says of an optimizer, and the moments of a step at which it may say more.
+
+`thinwire.optimizers._base` decides when each of these is called.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from thinwire.codecs import Codec
+from thinwire.optimizers._state import State
+from thinwire.wire.buckets import Layout
+from thinwire.wire.mail import Part
+
+LOCAL = "local"
+"""The name of a codec whose packets stay inside the node."""
+
+
+class Paper(Optimizer, abc.ABC):
+    """The methods that differ from paper to paper."""
+
+    _state_has_buckets = False
+    """Whether what is kept depends on how the flat space is cut into buckets."""
+
+    @abc.abstractmethod
+    def _check_group(self, group: dict[str, Any]) -> None:
+        """Refuse hyper-parameters that make no sense."""
+
+    @abc.abstractmethod
+    def _settings(self) -> dict[str, Any]:
+        """Arguments of the constructor, beyond those of parameter groups, on which all ranks must agree."""
+
+    @abc.abstractmethod
+    def _declare(self, layout: Layout) -> tuple[dict[str, Codec], State]:
+        """Allocate the flat state; tell by which codecs the optimizer speaks, and what is kept, to be saved.
+
+        A codec whose name is LOCAL is for steps in which nothing leaves the node.
+        """
+
+    @abc.abstractmethod
+    def _local(self, position: int, part: Part, grad: Tensor | None, group: dict[str, Any], scale: float) -> bool:
+        """The local rule for a part of a parameter, given a gradient to be multiplied by `scale`.
+
+        Writes what is sent for `part.up_runs` into the packets; returns whether the gradient was not finite. Without a
+        gradient that is what the state says as it is. Runs on a lane in a hierarchical topology.
+        """
+
+    @abc.abstractmethod
+    def _apply(
+        self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None, group: dict[str, Any]
+    ) -> None:
+        """Move a parameter by the answer. `x` is fp32, dense; if it is a master, `low` is the parameter."""
+
+    def _first_flags(self) -> int:
+        """The flags with which this step's packets start out."""
+        return 0
+
+    def _before_exchange(self) -> None:
+        """What happens before the first parameter of an exchange is encoded."""
+
+    def _settle(self, flags: int) -> int:
+        """What happens between the exchange and the apply, given the flags seen; returns those to go on with."""
+        return flags
+
+    def _conclude(self) -> None:
+        """What happens after the apply."""
+
+    def _end_step(self) -> None:
+        """What happens at the end of a step, taken or skipped."""
+
+    def _mean_abs_vote(self) -> float:
+        """How much the workers agreed in the last step."""
+        return math.nan
