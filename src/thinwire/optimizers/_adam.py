@@ -72,27 +72,36 @@ class AdamFamily(WireOptimizer):
     def _declare(self, layout: Layout) -> tuple[dict[str, Codec], State]:
         self._m = torch.zeros(layout.size, dtype=torch.float32)
         self._v = torch.zeros(layout.size, dtype=torch.float32)
-        self._layers: dict[str, LayerNumbers] = {}
-        self._updates = self._layer_numbers("updates", layout, torch.int64)
+        state = State(whole={"m": self._m, "v": self._v})
+        self._layers: list[LayerNumbers] = []
+        self._updates = self._layer_numbers("updates", state, layout, torch.int64)
         """How often each parameter has been updated, for bias correction."""
-        self._variances = self._layer_numbers("variance", layout, torch.float64)
+        self._variances = self._layer_numbers("variance", state, layout, torch.float64)
         """The sum of each parameter's `v`."""
         self._dense = Dense(self._kernels)
-        layers = {name: numbers.tensor for name, numbers in self._layers.items()}
-        return {DENSE: self._dense}, State(whole={"m": self._m, "v": self._v}, layers=layers)
+        return {DENSE: self._dense}, state
 
-    def _layer_numbers(self, name: str, layout: Layout, dtype: torch.dtype, start: float = 0) -> LayerNumbers:
-        self._layers[name] = LayerNumbers(len(layout.slots), dtype, start)
-        return self._layers[name]
+    def _layer_numbers(
+        self, name: str, state: State, layout: Layout, dtype: torch.dtype, start: float = 0
+    ) -> LayerNumbers:
+        """Numbers that are added to the state, read at the beginning of a step and written at its end."""
+        numbers = LayerNumbers(len(layout.slots), dtype, start)
+        self._layers.append(numbers)
+        state.layers[name] = numbers.tensor
+        return numbers
+
+    def _on(self, name: str) -> bool:
+        """Whether the step under way uses this channel."""
+        return self._channel is self._channels.get(name)
 
     def _begin_step(self) -> None:
         """See `WireOptimizer._begin_step`."""
         super()._begin_step()
-        for numbers in self._layers.values():
+        for numbers in self._layers:
             numbers.read()
 
     def _end_step(self) -> None:
-        for numbers in self._layers.values():
+        for numbers in self._layers:
             numbers.write()
 
     def _local(self, position: int, part: Part, grad: Tensor | None, group: dict[str, Any], scale: float) -> bool:

@@ -106,7 +106,7 @@ class FrozenVariance(AdamFamily):
 
     @property
     def _compressing(self) -> bool:
-        return self._channel is self._channels.get(SIGNS)
+        return self._on(SIGNS)
 
     def _channel_now(self) -> str:
         return SIGNS if self._warmup.ended_at else DENSE

@@ -160,11 +160,10 @@ class OneBitLamb(FrozenVariance):
 
     def _declare(self, layout: Layout) -> tuple[dict[str, Codec], State]:
         codecs, state = super()._declare(layout)
-        self._coefficient = self._layer_numbers("coefficient", layout, torch.float64)
+        self._coefficient = self._layer_numbers("coefficient", state, layout, torch.float64)
         """c_avg of each layer, up to the switch without bias correction."""
-        self._factor = self._layer_numbers("factor", layout, torch.float64, start=1)
-        self._layer_weight = self._layer_numbers("weight", layout, torch.float64, start=1)
-        state.layers.update({name: numbers.tensor for name, numbers in self._layers.items()})
+        self._factor = self._layer_numbers("factor", state, layout, torch.float64, start=1)
+        self._layer_weight = self._layer_numbers("weight", state, layout, torch.float64, start=1)
         if self._topology.compresses:
             self._w = untouched_zeros(layout.size, torch.float32)
             state.whole["w"] = self._w

@@ -216,10 +216,9 @@ class ZeroOneAdam(AdamFamily):
     def _declare(self, layout: Layout) -> tuple[dict[str, Codec], State]:
         codecs, state = super()._declare(layout)
         self._interval = Interval(len(self.param_groups))
-        self._variance_updates = self._layer_numbers("variance_updates", layout, torch.int64)
-        self._touched = self._layer_numbers("touched", layout, torch.int64)
+        self._variance_updates = self._layer_numbers("variance_updates", state, layout, torch.int64)
+        self._touched = self._layer_numbers("touched", state, layout, torch.int64)
         """Bits for each parameter: 1 if it has had a gradient since replicas were equal, 2 if it has an anchor."""
-        state.layers.update({name: numbers.tensor for name, numbers in self._layers.items()})
         state.common["interval"] = self._interval.memory
         if not self._topology.compresses:
             return codecs, state
@@ -241,9 +240,6 @@ class ZeroOneAdam(AdamFamily):
 
     def _interval_length(self) -> int:
         return local_interval(self._since_freeze(), *self._local_steps)
-
-    def _on(self, name: str) -> bool:
-        return self._channel is self._channels.get(name)
 
     def _begin_step(self) -> None:
         """See `WireOptimizer._begin_step`."""
