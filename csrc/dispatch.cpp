@@ -194,4 +194,64 @@ void thinwire_onebit_lamb_measure(const thinwire_run *runs, int64_t n_runs, floa
                                      beta2, one_minus_beta2, eps, unbias, weight_decay, sums);
 }
 
+int thinwire_markov_encode(const thinwire_run *runs, int64_t n_runs, const void *grad, int grad_dtype, float *m, float *known,
+                           int64_t shift, uint64_t *said, const uint64_t *spoke, const uint64_t *alive, uint8_t *packets,
+                           const float *sent_scales, double *sums, float beta, float weight, float scale, int mode) {
+  return in_use->table->markov_encode(runs, n_runs, grad, grad_dtype, m, known, shift, said, spoke, alive, packets, sent_scales, sums, beta,
+                                      weight, scale, mode);
+}
+
+void thinwire_markov_merge(const thinwire_run *runs, int64_t n_runs, const uint8_t *rows, int64_t stride, int64_t n_rows, float *mean,
+                           int64_t shift, const float *g, const uint64_t *alive, uint8_t *answer, const float *scales, double *sums) {
+  in_use->table->markov_merge(runs, n_runs, rows, stride, n_rows, mean, shift, g, alive, answer, scales, sums);
+}
+
+int thinwire_markov_difference(const thinwire_run *runs, int64_t n_runs, const void *grad, int grad_dtype, float *m, const float *known,
+                               float *c, int64_t shift, float beta, float weight, float scale) {
+  return in_use->table->markov_difference(runs, n_runs, grad, grad_dtype, m, known, c, shift, beta, weight, scale);
+}
+
+void thinwire_amsgrad_apply(const thinwire_run *runs, int64_t n_runs, float *x, void *low, int low_dtype, float *g, float *m, float *v,
+                            float *peak, const uint8_t *packets, const float *scales, const uint64_t *alive, float beta1,
+                            float one_minus_beta1, float beta2, float one_minus_beta2, float eps, float rate, float correction, float decay,
+                            int source) {
+  in_use->table->amsgrad_apply(runs, n_runs, x, low, low_dtype, g, m, v, peak, packets, scales, alive, beta1, one_minus_beta1, beta2,
+                               one_minus_beta2, eps, rate, correction, decay, source);
+}
+
+int thinwire_momentum_sum(const thinwire_run *runs, int64_t n_runs, const void *grad, int grad_dtype, float *m, float *e, float *g,
+                          int64_t shift, float beta, float weight, float scale, float ratio) {
+  return in_use->table->momentum_sum(runs, n_runs, grad, grad_dtype, m, e, g, shift, beta, weight, scale, ratio);
+}
+
+void thinwire_sparse_amsgrad(float *x, int64_t count, void *low, int low_dtype, float *v, float *peak, const int32_t *indices,
+                             const float *momenta, const float *gradients, int64_t k, int64_t first, float beta2, float one_minus_beta2,
+                             float eps, float rate, float decay) {
+  in_use->table->sparse_amsgrad(x, count, low, low_dtype, v, peak, indices, momenta, gradients, k, first, beta2, one_minus_beta2, eps, rate,
+                                decay);
+}
+
+void thinwire_top_k(const float *values, int64_t count, int64_t k, int32_t *indices, uint64_t *scratch) {
+  in_use->table->top_k(values, count, k, indices, scratch);
+}
+
+int thinwire_sparse_add(float *values, int64_t count, const int32_t *indices, const float *amounts, int64_t k, float weight) {
+  return in_use->table->sparse_add(values, count, indices, amounts, k, weight);
+}
+
+void thinwire_sketch_add(const float *values, int64_t first, int64_t count, float *table, int64_t rows, int64_t columns,
+                         const int64_t *coefficients) {
+  in_use->table->sketch_add(values, first, count, table, rows, columns, coefficients);
+}
+
+void thinwire_sketch_estimate(const float *table, int64_t rows, int64_t columns, const int64_t *coefficients, int64_t first, int64_t count,
+                              float weight, float *values) {
+  in_use->table->sketch_estimate(table, rows, columns, coefficients, first, count, weight, values);
+}
+
+void thinwire_sketch_top_k(const float *table, int64_t rows, int64_t columns, const int64_t *coefficients, const float *peak,
+                           const int64_t *ranges, int64_t n_ranges, int64_t k, int32_t *indices, uint64_t *scratch) {
+  in_use->table->sketch_top_k(table, rows, columns, coefficients, peak, ranges, n_ranges, k, indices, scratch);
+}
+
 }  // extern "C"

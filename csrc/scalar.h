@@ -48,6 +48,15 @@ struct Bits {
 };
 constexpr Bits kBit;
 
+// +f if bit j is set, -f if it is not. Only where lanes cannot be shifted apart is the bit looked up.
+THINWIRE_INLINE float with_sign(u32 bits, int j, float f) {
+#if defined(__SSE2__) && !defined(__AVX2__)
+  return float_of(bits_of(f) ^ (bits & kBit[j] ? 0u : 0x80000000u));
+#else
+  return float_of(bits_of(f) ^ ((~bits << (31 - j)) & 0x80000000u));
+#endif
+}
+
 struct bf16 {
   u16 raw;
 };

@@ -26,6 +26,17 @@ struct thinwire_table {
   decltype(&thinwire_lamb_measure) lamb_measure;
   decltype(&thinwire_lamb_apply) lamb_apply;
   decltype(&thinwire_onebit_lamb_measure) onebit_lamb_measure;
+  decltype(&thinwire_markov_encode) markov_encode;
+  decltype(&thinwire_markov_merge) markov_merge;
+  decltype(&thinwire_markov_difference) markov_difference;
+  decltype(&thinwire_amsgrad_apply) amsgrad_apply;
+  decltype(&thinwire_momentum_sum) momentum_sum;
+  decltype(&thinwire_sparse_amsgrad) sparse_amsgrad;
+  decltype(&thinwire_top_k) top_k;
+  decltype(&thinwire_sparse_add) sparse_add;
+  decltype(&thinwire_sketch_add) sketch_add;
+  decltype(&thinwire_sketch_estimate) sketch_estimate;
+  decltype(&thinwire_sketch_top_k) sketch_top_k;
 };
 
 #endif

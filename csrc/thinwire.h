@@ -19,7 +19,7 @@ extern "C" {
 #endif
 
 /* Bumped whenever a signature below changes, so that a stale library is recognised instead of called wrongly. */
-#define THINWIRE_ABI 3
+#define THINWIRE_ABI 4
 
 enum thinwire_dtype { THINWIRE_F32 = 0, THINWIRE_BF16 = 1, THINWIRE_F16 = 2 };
 
@@ -159,6 +159,77 @@ THINWIRE_API void thinwire_onebit_lamb_measure(const thinwire_run *runs, int64_t
                                                float *w, const uint64_t *heard, const float *scales, const uint64_t *before,
                                                const float *scales_before, float shrink, float beta1, float inverse, float beta2,
                                                float one_minus_beta2, float eps, float unbias, float weight_decay, double *sums);
+
+/* CD-Adam (below) says what changed: `known` is what of a worker's wish everybody knew before its last message, `said` the
+ * bits of that message, both with the flat element e at e - shift, a word at (e - shift) / 64; `mean` is the owner's mean of
+ * all of them, `g` everybody's memory of what owners answered. `spoke` and `alive` are words of the whole flat space.
+ * `sums`, three a run: |c|, c squared and the number of those, over the living elements. */
+
+/* known <- known plus what was said, with `sent_scales`, where `spoke`; c <- the wish less that. Writes the signs of c where
+ * `alive`, elsewhere whether the wish is anything but 0, to `packets` and to `said`. The wish is the gradient, or `m`, if not
+ * NULL, after it took the gradient, if there is one. `mode`: 0 as said; 1 a greeting: elements not yet alive, if they have
+ * no `m`, make the wish known; 2 a recall: the wish is what was known, and nothing is known any more. Returns 1 when c or m
+ * would not be finite, or 2^60 and more, with a gradient: such elements wish for what is known, and keep m. */
+THINWIRE_API int thinwire_markov_encode(const thinwire_run *runs, int64_t n_runs, const void *grad, int grad_dtype, float *m, float *known,
+                                        int64_t shift, uint64_t *said, const uint64_t *spoke, const uint64_t *alive, uint8_t *packets,
+                                        const float *sent_scales, double *sums, float beta, float weight, float scale, int mode);
+
+/* The owner's answer to `n_rows` rows of one shard, which are `stride` bytes apart and have a scale each. Where `alive`, mean
+ * takes their mean and the answer is the sign of c = mean - g; elsewhere it is the or of all bits. A run's `byte` counts from
+ * the beginning of a row and of the answer. */
+THINWIRE_API void thinwire_markov_merge(const thinwire_run *runs, int64_t n_runs, const uint8_t *rows, int64_t stride, int64_t n_rows,
+                                        float *mean, int64_t shift, const float *g, const uint64_t *alive, uint8_t *answer,
+                                        const float *scales, double *sums);
+
+/* c <- the wish less `known`, which stays; `c` has the flat element e at e - shift. Wish, limits and result as in
+ * thinwire_markov_encode; a bad element gets 0. */
+THINWIRE_API int thinwire_markov_difference(const thinwire_run *runs, int64_t n_runs, const void *grad, int grad_dtype, float *m,
+                                            const float *known, float *c, int64_t shift, float beta, float weight, float scale);
+
+/* AMSGrad: m, v, peak (the largest v so far) and x, where peak > 0. `source` of the gradient: 0 `g` as it stands, 1 `g` after
+ * it took the packets' signs times `scales`, where `alive`, 2 the packets' floats. Without `x` (NULL) only g takes the
+ * signs. */
+THINWIRE_API void thinwire_amsgrad_apply(const thinwire_run *runs, int64_t n_runs, float *x, void *low, int low_dtype, float *g, float *m,
+                                         float *v, float *peak, const uint8_t *packets, const float *scales, const uint64_t *alive,
+                                         float beta1, float one_minus_beta1, float beta2, float one_minus_beta2, float eps, float rate,
+                                         float correction, float decay, int source);
+
+/* SketchedAMSGrad's local rule, where all three have the flat element e at e - shift: m <- beta m + weight g, e <- m + ratio e,
+ * and g <- the gradient times `scale`, zeros without one (NULL). Returns 1 when m or e would not be finite, or 2^60 and more:
+ * such elements keep both, and g is 0. */
+THINWIRE_API int thinwire_momentum_sum(const thinwire_run *runs, int64_t n_runs, const void *grad, int grad_dtype, float *m, float *e,
+                                       float *g, int64_t shift, float beta, float weight, float scale, float ratio);
+
+/* Its step, at `k` ascending flat elements of one parameter, whose element 0 is `first`: v, peak and x <- x - rate p /
+ * sqrt(peak), where momentum p and gradient are not both 0; `v` and `peak` are the parameter's. Before that, all elements that
+ * were ever picked, that is whose v is not `eps`, decay. Masters as in thinwire_birder_apply. */
+THINWIRE_API void thinwire_sparse_amsgrad(float *x, int64_t count, void *low, int low_dtype, float *v, float *peak, const int32_t *indices,
+                                          const float *momenta, const float *gradients, int64_t k, int64_t first, float beta2,
+                                          float one_minus_beta2, float eps, float rate, float decay);
+
+/* The indices, ascending, of the `k` largest |values|, none of them NaN; the lower index wins a tie. `scratch` has room for
+ * 2k, here and below. */
+THINWIRE_API void thinwire_top_k(const float *values, int64_t count, int64_t k, int32_t *indices, uint64_t *scratch);
+
+/* values[indices[i]] <- itself plus weight amounts[i], in order. Returns 1, or 0 when an index was outside of the `count`
+ * values, and nothing was added for it. */
+THINWIRE_API int thinwire_sparse_add(float *values, int64_t count, const int32_t *indices, const float *amounts, int64_t k, float weight);
+
+/* A count sketch: `table` has `rows` <= 15 rows of `columns` <= 2^30 cells, and each row hashes an element e < 2^31 - 1 to a
+ * column and a sign with four coefficients of a polynomial modulo 2^31 - 1. `first` is a multiple of 64. */
+
+/* Adds `count` values, elements `first` and on, to their cells in ascending order. */
+THINWIRE_API void thinwire_sketch_add(const float *values, int64_t first, int64_t count, float *table, int64_t rows, int64_t columns,
+                                      const int64_t *coefficients);
+
+/* values <- values plus weight times their estimates, that is the medians over the rows. */
+THINWIRE_API void thinwire_sketch_estimate(const float *table, int64_t rows, int64_t columns, const int64_t *coefficients, int64_t first,
+                                           int64_t count, float weight, float *values);
+
+/* The elements, ascending, of the `k` largest |estimate| / sqrt(peak) in `ranges`, pairs of first element and count; the lower
+ * element wins a tie. `peak` has the flat element e at e. */
+THINWIRE_API void thinwire_sketch_top_k(const float *table, int64_t rows, int64_t columns, const int64_t *coefficients, const float *peak,
+                                        const int64_t *ranges, int64_t n_ranges, int64_t k, int32_t *indices, uint64_t *scratch);
 
 #ifdef __cplusplus
 }

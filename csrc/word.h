@@ -10,6 +10,9 @@
 
 namespace {
 
+// States stay below this, and a gradient that would bring one here counts as infinite.
+constexpr float kTooLarge = 0x1p60f;
+
 // Calls `each(done, n)` for the words of a run, `n` being 64, a constant to the compiler, for all but a shorter last one.
 template <class Each>
 THINWIRE_INLINE void for_words(int64_t count, Each each) {
@@ -59,11 +62,27 @@ __attribute__((noinline)) u32 largest(const float *__restrict values) {
   return most;
 }
 
-// Bits to floats: `one` for each bit that is set, `zero` for the others.
-THINWIRE_INLINE void spread(u64 word, float one, float zero, float *__restrict values) {
+// Bits to values: `one` for each bit that is set, `zero` for the others.
+template <class Value>
+THINWIRE_INLINE void spread(u64 word, Value one, Value zero, Value *__restrict values) {
   for (int h = 0; h < 2; ++h) {
     const u32 bits = u32(word >> (32 * h));
     for (int j = 0; j < 32; ++j) values[32 * h + j] = bits & kBit[j] ? one : zero;
+  }
+}
+
+// Bits to signs: +scale for each bit that is set, -scale for the others.
+THINWIRE_INLINE void spread_signs(u64 word, float scale, float *__restrict values) {
+  for (int h = 0; h < 2; ++h) {
+    const u32 bits = u32(word >> (32 * h));
+    for (int j = 0; j < 32; ++j) values[32 * h + j] = with_sign(bits, j, scale);
+  }
+}
+
+THINWIRE_INLINE void add_signs(u64 word, float scale, float *__restrict values) {
+  for (int h = 0; h < 2; ++h) {
+    const u32 bits = u32(word >> (32 * h));
+    for (int j = 0; j < 32; ++j) values[32 * h + j] += with_sign(bits, j, scale);
   }
 }
 

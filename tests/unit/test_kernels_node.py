@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.unit import markov_cases, sign_cases
 from tests.unit import test_kernels as flat
 from tests.unit.kernel_cases import (
     COUNTS,
@@ -36,7 +37,6 @@ from tests.unit.kernel_cases import (
     roll_call_case,
     same_everywhere,
 )
-from tests.unit.sign_cases import a_case_of_each
 from thinwire.kernels import ops
 
 each_row = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -279,10 +279,12 @@ SMALL_CASES: dict[str, dict[str, Any]] = {
     "adopt": flat.adopt_case(3, 2, 1, 2, 1, 0, planes=2),
     "birder_apply": flat.apply_case(100, seed=0),
     "dense_apply": dense_case(100, seed=0),
-    **a_case_of_each(100, 1),
+    **sign_cases.a_case_of_each(100, 1),
+    **markov_cases.a_case_of_each(100),
 }
 
 
 @pytest.mark.parametrize("operation", [field.name for field in dataclasses.fields(ops.Kernels) if field.name != "name"])
 def test_every_operation_that_backends_offer_is_compared(operation: str) -> None:
-    same_everywhere(operation, **SMALL_CASES[operation])
+    compare = markov_cases.same_selection if operation in markov_cases.SELECTIONS else same_everywhere
+    compare(operation, **SMALL_CASES[operation])

@@ -14,6 +14,7 @@ _U32 = (1 << 32) - 1
 
 WORKER_STREAM = 0
 OWNER_STREAM = 1
+HASH_STREAM = 2
 
 
 def splitmix(z: int) -> int:
@@ -40,6 +41,11 @@ def worker_key(seed: int, step: int, worker: int) -> int:
 def owner_key(seed: int, step: int) -> int:
     """The key under which shard owners draw at `step`; the same for all, because elements tell the draws apart."""
     return key(seed, OWNER_STREAM, step)
+
+
+def hash_coefficient(seed: int, row: int, power: int) -> int:
+    """A coefficient, modulo 2^31 - 1, of the polynomial that hashes elements in a row of a count sketch."""
+    return key(seed, HASH_STREAM, row, power) % (2**31 - 1)
 
 
 def draw(key: int, counters: Tensor) -> Tensor:

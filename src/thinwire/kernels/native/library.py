@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-_ABI = 3
+_ABI = 4
 PATH = Path(__file__).parent.with_name("_native.so")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -60,6 +60,23 @@ _SIGNATURES = {
         None,
         [*_RUNS, *_PARAMETER, _ptr, _ptr, _ptr, _ptr, _ptr, _ptr, *[_float] * 8, _ptr],
     ),
+    "thinwire_markov_encode": (
+        _int,
+        [*_RUNS, *_TYPED, _ptr, _ptr, _i64, *[_ptr] * 6, _float, _float, _float, _int],
+    ),
+    "thinwire_markov_merge": (None, [*_RUNS, _ptr, _i64, _i64, _ptr, _i64, *[_ptr] * 5]),
+    "thinwire_markov_difference": (_int, [*_RUNS, *_TYPED, _ptr, _ptr, _ptr, _i64, _float, _float, _float]),
+    "thinwire_amsgrad_apply": (None, [*_RUNS, *_PARAMETER, *[_ptr] * 7, *[_float] * 8, _int]),
+    "thinwire_momentum_sum": (_int, [*_RUNS, *_TYPED, _ptr, _ptr, _ptr, _i64, _float, _float, _float, _float]),
+    "thinwire_sparse_amsgrad": (
+        None,
+        [_ptr, _i64, *_TYPED, *[_ptr] * 5, _i64, _i64, _float, _float, _float, _float, _float],
+    ),
+    "thinwire_top_k": (None, [_ptr, _i64, _i64, _ptr, _ptr]),
+    "thinwire_sparse_add": (_int, [_ptr, _i64, _ptr, _ptr, _i64, _float]),
+    "thinwire_sketch_add": (None, [_ptr, _i64, _i64, _ptr, _i64, _i64, _ptr]),
+    "thinwire_sketch_estimate": (None, [_ptr, _i64, _i64, _ptr, _i64, _i64, _float, _ptr]),
+    "thinwire_sketch_top_k": (None, [_ptr, _i64, _i64, _ptr, _ptr, _ptr, _i64, _i64, _ptr, _ptr]),
 }
 
 

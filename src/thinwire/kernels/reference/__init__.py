@@ -14,6 +14,7 @@ rounded to float32 first.
 from __future__ import annotations
 
 from thinwire.kernels.reference.adam import adam_apply, dense_encode, precondition
+from thinwire.kernels.reference.amsgrad import FLOATS, HELD, SIGNS, amsgrad_apply, momentum_sum, sparse_amsgrad
 from thinwire.kernels.reference.birder import (
     adopt,
     birder_apply,
@@ -26,21 +27,43 @@ from thinwire.kernels.reference.birder import (
     vote_count,
 )
 from thinwire.kernels.reference.lamb import lamb_apply, lamb_measure, onebit_lamb_measure, square_sum
+from thinwire.kernels.reference.markov import (
+    GREETING,
+    ORDINARY,
+    RECALL,
+    markov_difference,
+    markov_encode,
+    markov_merge,
+)
 from thinwire.kernels.reference.sign import momentum_encode, sign_apply, sign_encode, sign_merge, step_apply
+from thinwire.kernels.reference.sketch import hashes, sketch_add, sketch_estimate, sketch_top_k
+from thinwire.kernels.reference.top_k import sparse_add, top_k
 from thinwire.kernels.reference.words import pack, unpack, words_at
 
 __all__ = [
+    "FLOATS",
+    "GREETING",
+    "HELD",
+    "ORDINARY",
+    "RECALL",
+    "SIGNS",
     "adam_apply",
     "adopt",
+    "amsgrad_apply",
     "birder_apply",
     "birder_direction",
     "birder_encode",
     "dense_apply",
     "dense_encode",
+    "hashes",
     "lamb_apply",
     "lamb_measure",
+    "markov_difference",
+    "markov_encode",
+    "markov_merge",
     "mean",
     "momentum_encode",
+    "momentum_sum",
     "onebit_lamb_measure",
     "pack",
     "precondition",
@@ -48,8 +71,14 @@ __all__ = [
     "sign_apply",
     "sign_encode",
     "sign_merge",
+    "sketch_add",
+    "sketch_estimate",
+    "sketch_top_k",
+    "sparse_add",
+    "sparse_amsgrad",
     "square_sum",
     "step_apply",
+    "top_k",
     "unpack",
     "vote_bit",
     "vote_count",

@@ -1,0 +1,139 @@
+"""AMSGrad's steps: by a gradient that is held, told in signs or given in floats, and by a few chosen coordinates."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from thinwire.kernels.reference.adam import average, average_square
+from thinwire.kernels.reference.sign import LIMIT
+from thinwire.kernels.reference.words import each_run, flat, float32, hand_back, root, signed, take_over
+
+HELD, SIGNS, FLOATS = range(3)
+
+
+def amsgrad_apply(
+    runs: Tensor,
+    x: Tensor | None,
+    low: Tensor | None,
+    g: Tensor | None,
+    m: Tensor | None,
+    v: Tensor | None,
+    peak: Tensor | None,
+    packets: Tensor | None,
+    scales: Tensor | None,
+    alive: Tensor | None,
+    *,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    rate: float,
+    correction: float,
+    decay: float,
+    source: int,
+) -> None:
+    """AMSGrad's step for the coordinates that have had a variance; `peak` is the largest that each has had.
+
+    The gradient is `g` if it is HELD. For SIGNS, `g` first moves, where `alive`, by the packets' bits times its shard's
+    scale, and without `x` that is all. For FLOATS it is the packets'. All states have the element `e` of the flat space
+    at `e`.
+    """
+    for run in each_run(runs):
+        here = run.of_flat()
+        if source == FLOATS:
+            assert packets is not None
+            gradient = run.floats_in(packets)
+        else:
+            assert g is not None
+            gradient = g[here]
+        if source == SIGNS:
+            assert packets is not None
+            assert scales is not None
+            assert alive is not None
+            told = gradient + signed(run.bits_in(packets), scales[run.shard])
+            gradient.copy_(torch.where(run.bits_of(alive), told, gradient))
+        if x is None:
+            continue
+        assert m is not None
+        assert v is not None
+        assert peak is not None
+        average(m[here], gradient, beta1)
+        average_square(v[here], gradient, beta2)
+        _raise(peak[here], v[here])
+        old = take_over(x, low, run.of_param)
+        moved = old * decay - (m[here] * rate) / (root(peak[here]) * correction + eps)
+        old.copy_(torch.where(peak[here] > 0, moved, old))
+        hand_back(x, low, run.of_param)
+
+
+def sparse_amsgrad(
+    x: Tensor,
+    low: Tensor | None,
+    v: Tensor,
+    peak: Tensor,
+    indices: Tensor,
+    momenta: Tensor,
+    gradients: Tensor,
+    *,
+    first: int,
+    beta2: float,
+    eps: float,
+    rate: float,
+    decay: float,
+) -> None:
+    """AMSGrad's step of one parameter at chosen coordinates, by their momenta and gradients as they are.
+
+    `indices` are flat elements, ascending, and the parameter begins with `first`; `v` and `peak` begin with it too.
+    A coordinate whose momentum and gradient are both zero is as good as not chosen. Coordinates that were chosen in an
+    earlier step, whose `v` therefore is no longer the `eps` that it began with, are decayed whether chosen or not.
+    """
+    whole = slice(0, x.numel())
+    x_here = take_over(x, low, whole)
+    begun = v[whole] != float32(eps)
+    x_here.copy_(torch.where(begun, x_here * decay, x_here))
+    chosen = (momenta != 0) | (gradients != 0)
+    at, p, g = indices[chosen].to(torch.int64) - first, momenta[chosen], gradients[chosen]
+    variance, largest = v[at], peak[at]
+    average_square(variance, g, beta2)
+    _raise(largest, variance)
+    v[at], peak[at] = variance, largest
+    x_here[at] -= (p * rate) / root(largest)
+    hand_back(x, low, whole)
+
+
+def momentum_sum(
+    runs: Tensor,
+    grad: Tensor | None,
+    m: Tensor,
+    e: Tensor,
+    g: Tensor,
+    *,
+    beta: float,
+    weight: float,
+    scale: float,
+    ratio: float,
+    shift: int,
+) -> bool:
+    """Take the scaled gradient, none being zeros, into the momentum `m`, and that and `ratio` times `e` into `e`.
+
+    `g` becomes the scaled gradient. All three have the element `e` of the flat space at `e - shift`. An element whose
+    momentum or sum would be huge or no number keeps both, its gradient counts as 0, and the result is True.
+    """
+    bad = False
+    for run in each_run(runs):
+        here = run.of_flat(shift)
+        gradient = torch.zeros(run.count)
+        if grad is not None:
+            gradient = flat(grad)[run.of_param].to(torch.float32) * scale
+        wish = m[here] * beta + gradient * weight
+        total = wish + e[here] * ratio
+        fit = (wish.abs() < LIMIT) & (total.abs() < LIMIT)
+        m[here] = torch.where(fit, wish, m[here])
+        e[here] = torch.where(fit, total, e[here])
+        g[here] = torch.where(fit, gradient, 0.0)
+        bad |= not bool(fit.all())
+    return bad
+
+
+def _raise(peak: Tensor, v: Tensor) -> None:
+    peak.copy_(torch.where(v > peak, v, peak))
