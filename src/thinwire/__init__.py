@@ -13,9 +13,22 @@ from thinwire._version import __version__
 from thinwire.attach import attach
 from thinwire.metrics import Metrics
 from thinwire.optimizers.birder import Birder
+from thinwire.optimizers.cd_adam import CDAdam
 from thinwire.optimizers.lamb import Lamb
 from thinwire.optimizers.onebit_adam import OneBitAdam
 from thinwire.optimizers.onebit_lamb import OneBitLamb
+from thinwire.optimizers.sketched_amsgrad import SketchedAMSGrad
 from thinwire.optimizers.zero_one_adam import ZeroOneAdam
 
-__all__ = ["Birder", "Lamb", "Metrics", "OneBitAdam", "OneBitLamb", "ZeroOneAdam", "__version__", "attach"]
+__all__ = [
+    "Birder",
+    "CDAdam",
+    "Lamb",
+    "Metrics",
+    "OneBitAdam",
+    "OneBitLamb",
+    "SketchedAMSGrad",
+    "ZeroOneAdam",
+    "__version__",
+    "attach",
+]

@@ -44,6 +44,9 @@ class Metrics:
     mean_abs_vote: float
     """Mean |ū| of the last step, over a sample of the shards that this rank owns: 1 when workers agree, and about
     0.8/√n when they toss coins. NaN before the first step and where an optimizer has no votes."""
+    contraction: float
+    """‖c - C(c)‖²/‖c‖² of the last step, c being what this rank had to tell and C(c) what it sent: 0 when all was said,
+    and 1 when nothing was. With scaled signs that is 1 - ‖c‖₁²/(d‖c‖₂²). NaN where an optimizer does not measure it."""
 
 
 class Stopwatch:
@@ -82,7 +85,7 @@ class Meter:
     answers: Stopwatch = field(default_factory=Stopwatch)
     exposed_wait: Stopwatch = field(default_factory=Stopwatch)
 
-    def read(self, mean_abs_vote: float) -> Metrics:
+    def read(self, *, mean_abs_vote: float, contraction: float) -> Metrics:
         """The totals as they are now."""
         return Metrics(
             steps=self.steps,
@@ -99,4 +102,5 @@ class Meter:
             wire_seconds=self.packets.seconds + self.answers.seconds,
             exposed_wait_seconds=self.exposed_wait.seconds,
             mean_abs_vote=mean_abs_vote,
+            contraction=contraction,
         )

@@ -10,7 +10,7 @@ import pytest
 
 import thinwire
 from tests.distributed.common import run_nodes
-from tests.distributed.scaled_scenarios import ScaledScenario, assert_it_is_the_oracle, run_scaled
+from tests.distributed.oracle_cases import OracleCase, assert_it_is_the_oracle, run_case
 from tests.distributed.scenarios import SHAPES, Scenario, partly_absent, ramp, rows_untouched, sometimes_nonfinite
 from tests.harness import run_ranks
 
@@ -20,8 +20,8 @@ def fall_and_rise(step: int) -> float:
     return 0.01 if step < 18 else 0.001 if step < 24 else 0.0 if step < 28 else 0.01
 
 
-ONE_BIT_ADAM = ScaledScenario(thinwire.OneBitAdam, options={"betas": (0.9, 0.8), "warmup_steps": 6})
-ZERO_ONE_ADAM = ScaledScenario(
+ONE_BIT_ADAM = OracleCase(thinwire.OneBitAdam, options={"betas": (0.9, 0.8), "warmup_steps": 6})
+ZERO_ONE_ADAM = OracleCase(
     thinwire.ZeroOneAdam,
     Scenario(steps=40),
     {
@@ -32,8 +32,8 @@ ZERO_ONE_ADAM = ScaledScenario(
         "local_step_clipper": 4,
     },
 )
-LAMB = ScaledScenario(thinwire.Lamb, options={"betas": (0.9, 0.8)})
-ONE_BIT_LAMB = ScaledScenario(thinwire.OneBitLamb, options={"betas": (0.9, 0.8), "warmup_steps": 6})
+LAMB = OracleCase(thinwire.Lamb, options={"betas": (0.9, 0.8)})
+ONE_BIT_LAMB = OracleCase(thinwire.OneBitLamb, options={"betas": (0.9, 0.8), "warmup_steps": 6})
 BASES = {"1-bit Adam": ONE_BIT_ADAM, "0/1 Adam": ZERO_ONE_ADAM, "LAMB": LAMB, "1-bit LAMB": ONE_BIT_LAMB}
 
 TWO_GROUPS = {"shapes": (SHAPES[:2], SHAPES[2:]), "lrs": (0.01, 0.03), "decays": (0.0, 0.5)}
@@ -48,23 +48,23 @@ VARIANTS = {
 }
 
 
-def cases() -> dict[str, ScaledScenario]:
-    made: dict[str, ScaledScenario] = {}
+def cases() -> dict[str, OracleCase]:
+    made: dict[str, OracleCase] = {}
     for base, case in BASES.items():
         for variant, changes in VARIANTS.items():
             scenario = Scenario(**{"steps": case.scenario.steps, **changes})
-            made[f"{base}, {variant}"] = ScaledScenario(case.optimizer, scenario, case.options)
-        made[f"{base}, many buckets"] = ScaledScenario(
+            made[f"{base}, {variant}"] = OracleCase(case.optimizer, scenario, case.options)
+        made[f"{base}, many buckets"] = OracleCase(
             case.optimizer, Scenario(rows_untouched, case.scenario.steps), case.options, bucket_elements=300
         )
         made[f"{base}, maximize"] = case.with_options(maximize=True)
     made["1-bit Adam, auto"] = ONE_BIT_ADAM.with_options(warmup_steps="auto")
     made["1-bit LAMB, auto"] = ONE_BIT_LAMB.with_options(warmup_steps="auto")
     made["1-bit LAMB, max_coeff=1"] = ONE_BIT_LAMB.with_options(max_coeff=1.0)
-    made["0/1 Adam, synchronised by hand"] = ScaledScenario(
+    made["0/1 Adam, synchronised by hand"] = OracleCase(
         thinwire.ZeroOneAdam, ZERO_ONE_ADAM.scenario, ZERO_ONE_ADAM.options, synchronize_after=(5, 23, 33, 34, 40)
     )
-    made["0/1 Adam, absent and synchronised by hand"] = ScaledScenario(
+    made["0/1 Adam, absent and synchronised by hand"] = OracleCase(
         thinwire.ZeroOneAdam, Scenario(partly_absent, 40), ZERO_ONE_ADAM.options, synchronize_after=(26, 33)
     )
     return made
@@ -76,7 +76,7 @@ CASES = cases()
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_the_distributed_run_is_the_oracle(world_size: int, name: str) -> None:
-    assert_it_is_the_oracle(CASES[name], run_ranks(run_scaled, world_size, CASES[name]))
+    assert_it_is_the_oracle(CASES[name], run_ranks(run_case, world_size, CASES[name]))
 
 
 HIERARCHICAL = [name for name in CASES if name.split(", ")[1] in ("defaults", "partly absent", "many buckets")]
@@ -89,5 +89,5 @@ def test_a_hierarchical_run_is_the_oracle_of_its_nodes(nodes: int, ranks: int, n
     assert_it_is_the_oracle(CASES[name], results, ranks)
 
 
-def run_hierarchical(rank: int, world_size: int, case: ScaledScenario) -> dict[str, object]:
-    return run_scaled(rank, world_size, case, topology="hierarchical")
+def run_hierarchical(rank: int, world_size: int, case: OracleCase) -> dict[str, object]:
+    return run_case(rank, world_size, case, topology="hierarchical")

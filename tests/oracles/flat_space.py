@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,8 +38,9 @@ class Group:
 class Outcome:
     """What happened in a step.
 
-    `exchange` is "dense", "signs" or, for a local step, "none". `skipped` says that a gradient was not finite and
-    parameters stayed where they were because of it, and `stayed` on which workers; they differ in local steps only.
+    `exchange` is "dense", "signs", "topk", "sketch" or, for a local step, "none". `skipped` says that a gradient was
+    not finite and parameters stayed where they were because of it, and `stayed` on which workers; they differ in
+    local steps only.
     """
 
     exchange: str
@@ -72,34 +73,54 @@ def lay_out(groups: Sequence[Group]) -> list[Place]:
     return places[::-1]
 
 
-def first_words(words: int, shards: int, bucket_elements: int) -> list[int]:
-    """The first word of every shard, bucket after bucket; a bucket has `shards` of them, of equal length."""
+class Shard(NamedTuple):
+    """In words, and padding counts."""
+
+    first: int
+    length: int
+
+
+def cut(words: int, shards: int, bucket_elements: int) -> list[Shard]:
+    """All shards, bucket after bucket; a bucket has `shards` of them, of equal length."""
     shard_words = max(1, -(-bucket_elements // (WORD * shards)))
-    firsts = []
+    result = []
     bucket = 0
     while bucket < words:
         length = min(shard_words, -(-(words - bucket) // shards))
-        firsts += [bucket + shard * length for shard in range(shards)]
+        result += [Shard(bucket + shard * length, length) for shard in range(shards)]
         bucket += shards * length
-    return firsts
+    return result
+
+
+def first_words(words: int, shards: int, bucket_elements: int) -> list[int]:
+    """The first word of every shard."""
+    return [shard.first for shard in cut(words, shards, bucket_elements)]
 
 
 class FlatSpace:
-    """Where elements lie. `shard_of` is joined: the number of each element's shard, counted through all buckets."""
+    """Where elements lie. `elements` and `shard_of` are joined: the number of each element in the flat space, and that
+    of its shard, counted through all buckets. `shard_lengths` are in elements, and count padding.
+    """
 
     def __init__(self, groups: Sequence[Group], workers: int, slices: int, bucket_elements: int) -> None:
         self.workers = workers
         self.places = lay_out(groups)
         self._ends = np.cumsum([place.value.size for place in self.places])[:-1]
         words = sum(-(-place.value.size // WORD) for place in self.places)
-        firsts = first_words(words, workers * slices, bucket_elements)
-        elements = np.concatenate([place.elements for place in self.places])
-        self.shards = len(firsts)
-        self.shard_of = np.searchsorted(firsts, elements // WORD, side="right") - 1
+        shards = cut(words, workers * slices, bucket_elements)
+        self.elements = np.concatenate([place.elements for place in self.places])
+        self.shards = len(shards)
+        self.shard_of = np.searchsorted([shard.first for shard in shards], self.elements // WORD, side="right") - 1
+        self.shard_lengths = [shard.length * WORD for shard in shards]
 
     def split(self, joined: np.ndarray) -> list[np.ndarray]:
         """A parameter each, along the last axis."""
         return np.split(joined, self._ends, axis=-1)
+
+    def spread(self, of_parameters: Sequence[Any]) -> np.ndarray:
+        """Joined: each parameter's number (or one a worker) at all of its elements."""
+        sizes = [place.value.size for place in self.places]
+        return np.repeat(np.stack(of_parameters, axis=-1), sizes, axis=-1)
 
 
 def join(of_parameters: Sequence[np.ndarray]) -> np.ndarray:

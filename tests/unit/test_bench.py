@@ -54,6 +54,18 @@ def test_kernels_as_json() -> None:
     }.items():
         assert rows[name]["bytes_per_element"] == touched
         assert rows[name]["seconds"] > 0
+    for name, (touched, bar) in {
+        "Markov encode": (12.625, None),
+        "Markov encode of momenta": (20.625, None),
+        "Markov merge of 4 rows": (12.75, None),
+        "AMSGrad apply of signs": (40.25, None),
+        "top-k, k = n/64": (4.0625, None),
+        "sketch add, 5 × n/50": (4.8, 25),
+        "sketch top-k, k = n/500": (4.408, 40),
+    }.items():
+        row = rows[f"{name}, time in memcpys"]
+        assert (row["bytes_per_element"], row["bar"], row["higher_is_better"]) == (pytest.approx(touched), bar, False)
+        assert row["ratio"] == pytest.approx(row["seconds"] / row["baseline_seconds"])
 
 
 def test_kernels_as_a_table_and_a_file(tmp_path: Path) -> None:
@@ -96,6 +108,22 @@ def test_exchange_in_the_compressed_stage(optimizer: str, bytes_allowed: int) ->
     assert 1.0 < step["details"]["bytes_sent"] / (7_173_888 / 8) < 1.02
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "bytes_allowed", "bits"),
+    [("cd-adam", 21 + 4 / 2, 1), ("cd-adam-topk", 26 + 4 / 2, 1), ("sketched-amsgrad", 22, 32 * (5 / 50 + 2 / 100))],
+)
+def test_exchange_of_optimizers_that_always_compress(optimizer: str, bytes_allowed: float, bits: float) -> None:
+    elements = 1 << 20
+    memory, update, step = run_ranks(measured, 2, optimizer, elements)[0]
+    assert memory["bar"] == bytes_allowed / 8
+    # What is held beside state and packets counts too: gradients to be fetched, differences to be encoded, and the
+    # answer of a bucket, which is the whole model here.
+    assert memory["details"]["bytes_in_tensors_per_parameter"] == pytest.approx(bytes_allowed, abs=1.5)
+    assert update["ratio"] == pytest.approx(update["baseline_value"] / update["value"])
+    assert 1.0 < update["details"]["bytes_sent"] / (bits * elements / 8) < 1.01
+    assert 1.0 < step["details"]["bytes_sent"] / (bits * 7_173_888 / 8) < 1.02
+
+
 def test_the_table_of_an_exchange_is_about_the_optimizer() -> None:
     row = bench_exchange.Row("update", 0.05, "s", "AdamW", 0.1, 2.0, None, True, {"encode_seconds": 0.01})
     console = Console(file=io.StringIO(), width=200)
@@ -111,7 +139,11 @@ def test_the_table_of_an_exchange_is_about_the_optimizer() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--optimizer", "sgd"], "unknown optimizer 'sgd'; there are: birder, onebit-adam, zero-one-adam, onebit-lamb"),
+        (
+            ["--optimizer", "sgd"],
+            "unknown optimizer 'sgd'; there are: birder, onebit-adam, zero-one-adam, onebit-lamb, cd-adam, "
+            "cd-adam-topk, sketched-amsgrad",
+        ),
         (["--optimizer", "onebit-lamb", "--downlink", "votes"], "only birder votes: onebit-lamb has no downlink"),
     ],
 )
@@ -141,8 +173,10 @@ def test_bytes_of_a_run_are_those_of_its_steps() -> None:
 
 
 def test_bars_of_whole_runs() -> None:
-    assert [(run.steps, run.bar) for run in bench_bytes.runs(10_000)] == [(1000, 0.19), (10_000, 0.02)]
-    onebit, zero_one = bench_bytes.runs(500)
+    long, short = bench_bytes.runs(10_000), bench_bytes.runs(500)
+    assert [(run.steps, run.bar) for run in long] == [(1000, 0.19), (10_000, 0.02), (1000, None), (1000, None)]
+    onebit, zero_one, *others = short
+    assert [(run.label, run.steps) for run in others] == [("CD-Adam", 50), ("SketchedAMSGrad", 50)]
     assert (onebit.bar, zero_one.bar) == (0.19, None)
     assert onebit.settings["warmup_steps"] == 8
 
@@ -160,3 +194,9 @@ def test_bytes_as_a_table_and_a_file(tmp_path: Path) -> None:
     # 16 steps in a row, 16 two apart, 16 four apart, and those eight apart up to 200.
     assert (zero_one["steps"], zero_one["dense_steps"]) == (200, 16 + 16 + 16 + 11)
     assert zero_one["bar"] is None
+    # The first step of CD-Adam says hello before.
+    for name, ratio in {"CD-Adam": 21 / 20 / 32, "SketchedAMSGrad": 5 / 50 + 2 / 100}.items():
+        row = rows[name]
+        assert (row["steps"], row["dense_steps"], row["silent_steps"]) == (20, 0, 0)
+        # Shards of so short a sketch are padded to whole words by some percent.
+        assert row["ratio"] == pytest.approx(ratio, rel=0.04)

@@ -98,6 +98,10 @@ def test_models_train_on_the_same_random_data_every_time(name: str) -> None:
         ("zero-one-adam", Cluster(4, 1), 2 * 3 / 4),
         ("zero-one-adam-local", Cluster(4, 1), 2 * 3 / 4 / 16),
         ("onebit-lamb", Cluster(4, 1), 2 * 3 / 4),
+        ("cd-adam", Cluster(4, 1), 2 * 3 / 4),
+        ("cd-adam-topk", Cluster(4, 1), 2 * 3 / 4),  # one element in 64, with an index of 32 bits and a float
+        ("sketched-amsgrad", Cluster(4, 1), 2 * 3 / 4 * 32 * (5 / 50 + 2 / 100)),
+        ("sketched-amsgrad", Cluster(2, 2), 2 * 2 * 2 / 4 * 32 * (5 / 50 + 2 / 100)),
         ("local", Cluster(4, 1), 0),
         ("ddp-adamw", Cluster(1, 4), 0),
         ("birder", Cluster(1, 4), 0),
@@ -147,6 +151,9 @@ def sent_a_step(rank: int, world_size: int, method: str) -> list[int]:
         ("zero-one-adam", 0),
         ("zero-one-adam-local", LOCAL_CYCLE - 1),
         ("onebit-lamb", 0),
+        ("cd-adam", 0),
+        ("cd-adam-topk", 0),
+        ("sketched-amsgrad", 0),
     ],
 )
 def test_measured_steps_are_of_the_kind_that_the_row_names(method: str, silent: int) -> None:
@@ -156,7 +163,8 @@ def test_measured_steps_are_of_the_kind_that_the_row_names(method: str, silent: 
     for first in range(len(measured) - cycle + 1):
         own = measured[first : first + cycle]
         assert own.count(0) == silent
-        assert 1.0 < sum(own) / cycle / theory < 1.02
+        # Headers, and padding to whole words, of which a short sketch has most.
+        assert 1.0 < sum(own) / cycle / theory < 1.04
 
 
 def test_bucket_sizes_are_in_the_names() -> None:
@@ -267,8 +275,12 @@ def test_end_to_end(tmp_path: Path) -> None:
     assert all(verdict["outcome"] == "not measured" for verdict in json.loads(text)["bars"])
 
 
-def test_optimizers_that_begin_dense_are_measured_in_their_stages() -> None:
-    methods = ("onebit-adam", "onebit-adam-warmup", "zero-one-adam", "zero-one-adam-local", "onebit-lamb")
+def test_optimizers_send_what_their_rows_say() -> None:
+    """Those that begin dense are measured in their stages."""
+    methods = (
+        *("onebit-adam", "onebit-adam-warmup", "zero-one-adam", "zero-one-adam-local", "onebit-lamb"),
+        *("cd-adam", "cd-adam-topk", "sketched-amsgrad"),
+    )
     plan = Plan(2, 1, ("unlimited",), ("lm-tiny",), methods, rounds=1, seconds=0.1)
     with real_hosts(2) as made:
         conductor = Conductor(made, plan, lambda _: None)

@@ -151,6 +151,7 @@ def outcome(label: str, compute: float, step: float, mean_step: float) -> Outcom
         validation_losses=[(1, 2.0)],
         metrics=None,
         remark=None,
+        overlaps=True,
     )
 
 
@@ -189,6 +190,20 @@ def test_predictions_are_made_step_by_step() -> None:
     assert "one is dense. Bytes a step and predicted times are means over the whole run" in printed
 
 
+@pytest.mark.timeout(60)
+def test_who_sends_after_backward_is_not_predicted_to_hide_it() -> None:
+    early = replace(outcome("before", 0.1, 0.1, 0.1), cumulative_bytes=[625e3])
+    late = replace(early, label="after", overlaps=False)
+    comparison = Comparison(early, late)
+    assert comparison.predicted_step_seconds(early, 1e8) == pytest.approx(0.1)
+    assert comparison.predicted_step_seconds(late, 1e8) == pytest.approx(0.1 + 0.05)
+    for challenger, said in ((early, False), (late, True)):
+        console = Console(file=io.StringIO(), width=200)
+        print_comparison(console, Comparison(early, challenger))
+        printed = console.file.getvalue()  # type: ignore[attr-defined]
+        assert ("after sends nothing before all gradients are there" in " ".join(printed.split())) is said
+
+
 def trained(rank: int, world_size: int, optimizer: str, steps: int) -> dict[str, Any]:
     plan = Plan("to be or not to be, " * 40, ModelShape(1, 32, 16), 2, Race(steps, seed=0), optimizer)
     said: list[Any] = []
@@ -218,6 +233,27 @@ def test_what_steps_send(optimizer: str) -> None:
         kinds.append("nothing" if share == 0 else "bits" if share < 1 else "dense")
     assert kinds == KINDS_OF_20_STEPS[optimizer]
     assert run["remark"]
+    assert run["validation_loss"] < run["training_losses"][0]
+    assert run["metrics"]["skipped_steps"] == 0
+
+
+BITS_OF_ALL_STEPS = {
+    "cd-adam": 1,
+    "cd-adam-momentum": 1,
+    "cd-adam-topk": 1,
+    "sketched-amsgrad": 32 * (5 / 50 + 2 / 100),
+}
+
+
+@pytest.mark.parametrize("optimizer", BITS_OF_ALL_STEPS)
+def test_who_compresses_from_the_first_step_on(optimizer: str) -> None:
+    run = run_ranks(trained, 2, optimizer, 20)[0]
+    # Of two workers each sends half of its packets, and half of the answers; headers weigh a lot for so small a model.
+    expected = BITS_OF_ALL_STEPS[optimizer] * run["parameters"] / 8
+    for before, after in pairwise(run["cumulative_bytes"]):
+        assert 1.0 < (after - before) / expected < 1.3
+    assert run["remark"] is None
+    assert run["overlaps"] is (optimizer != "sketched-amsgrad")
     assert run["validation_loss"] < run["training_losses"][0]
     assert run["metrics"]["skipped_steps"] == 0
 

@@ -1,7 +1,7 @@
 """Every bit of every parameter has one address, inside its own packet; and presence bits come through an exchange.
 
 tests/unit/test_layout.py follows the run tables word by word. Here the mail is used as an optimizer uses it: the real
-codec decides how large packets are, and kernels write through the addresses.
+scheme decides how large packets are, and kernels write through the addresses.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from thinwire.codecs.dense import Dense
-from thinwire.codecs.stochastic_sign import ROLL_PERIOD, Downlink, StochasticSign
 from thinwire.kernels import ops
+from thinwire.schemes.dense import Dense
+from thinwire.schemes.stochastic_sign import ROLL_PERIOD, Downlink, StochasticSign
 from thinwire.wire.buckets import WORD, Layout
 from thinwire.wire.mail import Frame, Mail, Part
 from thinwire.wire.packet import HEADER_BYTES
@@ -37,8 +37,8 @@ def stochastic_sign(layout: Layout, downlink: Downlink) -> StochasticSign:
 def mail_for(numels: list[int], world_size: int, bucket: int, downlink: Downlink = "bit") -> tuple[Mail, int]:
     """The mail of the stochastic sign, and how many planes of bits its answers have."""
     layout = Layout(numels, world_size, bucket)
-    codec = stochastic_sign(layout, downlink)
-    return Mail(layout, codec.payload, alone=world_size == 1), codec.planes
+    scheme = stochastic_sign(layout, downlink)
+    return Mail(layout, scheme.payload, alone=world_size == 1), scheme.planes
 
 
 def runs_of(parts: Iterable[Part]) -> tuple[Tensor, Tensor]:
@@ -294,8 +294,8 @@ def mails_of_a_node(numels: list[int], nodes: int, ranks: int, bucket: int, payl
         if payload == "dense":
             mails.append((Mail(layout, Dense.payload, alone=nodes == 1), 1))
         else:
-            codec = stochastic_sign(layout, "votes" if payload == "votes" else "bit")
-            mails.append((Mail(layout, codec.payload, alone=nodes == 1), codec.planes))
+            scheme = stochastic_sign(layout, "votes" if payload == "votes" else "bit")
+            mails.append((Mail(layout, scheme.payload, alone=nodes == 1), scheme.planes))
     return mails
 
 

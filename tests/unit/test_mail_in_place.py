@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinwire.codecs.dense import Dense
 from thinwire.kernels import ops
+from thinwire.schemes.dense import Dense
 from thinwire.wire.buckets import Layout
 from thinwire.wire.mail import Mail
 
@@ -19,10 +19,10 @@ BUCKET_ELEMENTS = st.integers(1, 4000)
 
 
 def dense_mail(numels: list[int], workers: int, bucket: int) -> tuple[Mail, Dense]:
-    codec = Dense(ops.BACKENDS["reference"])
-    mail = Mail(Layout(numels, workers, bucket), codec.payload, alone=workers == 1)
-    codec.learn(mail)
-    return mail, codec
+    scheme = Dense(ops.BACKENDS["reference"])
+    mail = Mail(Layout(numels, workers, bucket), scheme.payload, alone=workers == 1)
+    scheme.learn(mail)
+    return mail, scheme
 
 
 @PATIENT
@@ -82,15 +82,15 @@ def test_every_worker_reads_the_mean_where_it_wrote_its_own(
     generator = torch.Generator().manual_seed(seed)
     gradients = [[torch.randn(numel, generator=generator) for numel in numels[::-1]] for _ in range(workers)]
     posts = [dense_mail(numels, workers, bucket) for _ in range(workers)]
-    for (mail, codec), of_worker in zip(posts, gradients, strict=True):
+    for (mail, scheme), of_worker in zip(posts, gradients, strict=True):
         for parts, gradient in zip(mail.parts, of_worker, strict=True):
-            assert not any(codec.encode(part, gradient, 1.0) for part in parts)
+            assert not any(scheme.encode(part, gradient, 1.0) for part in parts)
     for frames in zip(*(mail.frames for mail, _ in posts), strict=True):
-        for owner, ((_, codec), frame) in enumerate(zip(posts, frames, strict=True)):
+        for owner, ((_, scheme), frame) in enumerate(zip(posts, frames, strict=True)):
             if frame.received is not frame.sent:
                 for worker, sender in enumerate(frames):
                     frame.received[worker] = sender.sent[owner]
-            codec.merge(frame, owner)
+            scheme.merge(frame, owner)
         for frame in frames:
             for owner, answered in enumerate(frames):
                 frame.answers[owner] = answered.answers[owner]

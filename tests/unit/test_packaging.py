@@ -196,6 +196,6 @@ def test_importing_thinwire_brings_no_extra_with_it() -> None:
 
 
 def test_public_names() -> None:
-    optimizers = ["Birder", "Lamb", "OneBitAdam", "OneBitLamb", "ZeroOneAdam"]
+    optimizers = ["Birder", "CDAdam", "Lamb", "OneBitAdam", "OneBitLamb", "SketchedAMSGrad", "ZeroOneAdam"]
     assert sorted(thinwire.__all__) == sorted(["Metrics", "__version__", "attach", *optimizers])
     assert all(hasattr(thinwire, name) for name in thinwire.__all__)

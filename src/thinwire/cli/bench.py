@@ -95,7 +95,7 @@ def whole_run(
     ranks: _Ranks = 4,
     elements: Annotated[int, typer.Option(min=4096, help="Parameters of the model.")] = 262_144,
     steps: Annotated[
-        int, typer.Option(min=10, help="Of 0/1 Adam; 1-bit Adam takes a tenth of them.")
+        int, typer.Option(min=10, help="Of 0/1 Adam; the others take a tenth of them.")
     ] = bench_bytes.BAR_STEPS,
     as_json: _Json = False,
     out: _Out = None,

@@ -40,12 +40,15 @@ class Run:
 def runs(steps: int) -> list[Run]:
     """All that are counted; `steps` is the length of the longest.
 
-    1-bit Adam has a tenth of them: the share of its warm-up, and so the ratio, is the same.
+    0/1 Adam takes all of them. The ratio of the others does not depend on their number, nor does the share of 1-bit
+    Adam's warm-up: they have a tenth.
     """
     tenth = max(1, steps // 10)
     return [
         Run("1-bit Adam, 15 % warm-up", thinwire.OneBitAdam, warm_up(tenth, longest_memory=0.999), tenth, bar=0.19),
         Run("0/1 Adam", thinwire.ZeroOneAdam, {}, steps, bar=0.02 if steps >= BAR_STEPS else None),
+        Run("CD-Adam", thinwire.CDAdam, {}, tenth, bar=None),
+        Run("SketchedAMSGrad", thinwire.SketchedAMSGrad, {}, tenth, bar=None),
     ]
 
 

@@ -83,6 +83,16 @@ SUBJECTS: dict[str, Subject] = {
         settling_steps=4,
         every_kind=(WARMED_UP, 4),
     ),
+    # The first step of its signs is an exchange longer than the others.
+    "cd-adam": Subject("CD-Adam", thinwire.CDAdam, _with_owner_error(21.0), settling_steps=1),
+    "cd-adam-topk": Subject(
+        "CD-Adam with top-k",
+        thinwire.CDAdam,
+        _with_owner_error(26.0),
+        settings={"codec": "topk"},
+        every_kind=({"codec": "topk"}, 2),
+    ),
+    "sketched-amsgrad": Subject("SketchedAMSGrad", thinwire.SketchedAMSGrad, lambda _: 22.0),
 }
 
 
@@ -277,15 +287,27 @@ def _where_time_went(before: thinwire.Metrics, after: thinwire.Metrics) -> dict[
 
 
 def _tensor_bytes(optimizer: WireOptimizer) -> int:
-    """All tensors that the optimizer holds: state, and the packets of all its channels."""
+    """All tensors that the optimizer holds, state or packets or anything else, but for parameters and gradients."""
     storages: dict[int, int] = {}
-    tensors: list[Tensor] = [value for state in optimizer.state.values() for value in state.values()]
-    for channel in optimizer._channels.values():
-        mail = channel.mail
-        tensors += [mail.sent, mail.answers, *(frame.received for frame in mail.frames)]
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        storages[storage.data_ptr()] = storage.nbytes()
+    seen: set[int] = set()
+    ahead: list[Any] = [optimizer]
+    while ahead:
+        found = ahead.pop()
+        if id(found) in seen:
+            continue
+        seen.add(id(found))
+        if isinstance(found, Tensor):
+            storage = found.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(found, dict):
+            ahead += [*found.keys(), *found.values()]
+        elif isinstance(found, list | tuple):
+            ahead += found
+        elif type(found).__module__.startswith("thinwire."):
+            ahead += getattr(found, "__dict__", {}).values()
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for given in (*params, *(p.grad for p in params if p.grad is not None)):
+        storages.pop(given.untyped_storage().data_ptr(), None)
     return sum(storages.values())
 
 

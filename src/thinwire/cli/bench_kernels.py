@@ -11,12 +11,17 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from thinwire.codecs import sign
+from thinwire.codecs.count_sketch import CountSketch
 from thinwire.kernels import native, reference
 from thinwire.kernels.ops import BACKENDS
+from thinwire.kernels.reference.amsgrad import SIGNS
+from thinwire.kernels.reference.markov import ORDINARY
+from thinwire.schemes import scaled_sign
 from thinwire.wire.packet import HEADER_BYTES
 
 _VOTERS = 8
+_TELLERS = 4
+"""Workers whose changes an owner of CD-Adam merges."""
 _RULE = {"beta": 0.8, "eps": 1e-12, "scale": 1.0, "amsgrad": False, "key": 1}
 
 
@@ -63,6 +68,7 @@ def _measure(elements: int, repeats: int) -> list[Row]:
     to = torch.empty_like(grad)
     copy = _Case("memcpy of fp32", lambda: to.copy_(grad), 8.0)
     cases = [copy, *_birder_cases(grad), *_sign_cases(grad), *_float_cases(grad)]
+    cases += [*_markov_cases(grad), *_sparse_cases(grad)]
     seconds: dict[str, list[float]] = {case.name: [] for case in cases}
     for turn in range(repeats + 1):
         for case in cases:
@@ -159,7 +165,7 @@ def _sign_cases(grad: Tensor) -> list[_Case]:
         return lambda: kernels.sign_merge(runs, rows, y, packets, **known)
 
     def encode_momentum(c: Tensor) -> Callable[[], object]:
-        rule = {"beta": 0.9, "weight": 0.1, "scale": 1.0, "rate": 1e-3, "shift": 0, "output": sign.SIGNS}
+        rule = {"beta": 0.9, "weight": 0.1, "scale": 1.0, "rate": 1e-3, "shift": 0, "output": scaled_sign.SIGNS}
         return lambda: kernels.momentum_encode(runs, grad, m, c, packets, sent_scales=scales, sums=sums, **rule)
 
     def apply() -> None:
@@ -207,6 +213,72 @@ def _float_cases(grad: Tensor) -> list[_Case]:
         _Case("dense encode", encode, 8.0),
         _Case("Adam apply", adam, 28.0),
         _Case("LAMB, measure and apply", lamb, 40.0),
+    ]
+
+
+def _markov_cases(grad: Tensor) -> list[_Case]:
+    """CD-Adam: signs of what has changed, and AMSGrad's step by them."""
+    kernels = BACKENDS["native"]
+    elements = grad.numel()
+    runs = _one_run(elements)
+    packets = torch.zeros(HEADER_BYTES + elements // 8, dtype=torch.uint8)
+    rows = torch.randint(0, 256, (_TELLERS, packets.numel()), dtype=torch.uint8)
+    said = torch.zeros(elements // 64, dtype=torch.int64)
+    alive = torch.full((elements // 64,), -1, dtype=torch.int64)
+    scales, row_scales, sums = torch.ones(1), torch.ones(_TELLERS), torch.zeros(1, 3, dtype=torch.float64)
+    followed, mean = torch.zeros(elements), torch.zeros(elements)
+    x, m, v, peak = torch.randn(elements), torch.zeros(elements), torch.zeros(elements), torch.zeros(elements)
+
+    def encode(momentum: Tensor | None) -> Callable[[], object]:
+        known = torch.zeros(elements)
+        words = (said, alive, alive)
+        rule = {"beta": 0.9, "weight": 0.1, "scale": 1.0, "shift": 0, "mode": ORDINARY}
+        return lambda: kernels.markov_encode(
+            runs, grad, momentum, known, *words, packets, sent_scales=scales, sums=sums, **rule
+        )
+
+    def merge() -> None:
+        kernels.markov_merge(runs, rows, mean, followed, alive, packets, scales=row_scales, sums=sums, shift=0)
+
+    def apply() -> None:
+        step = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "rate": 1e-3, "correction": 1.0, "decay": 0.9999}
+        states = (followed, m, v, peak)
+        kernels.amsgrad_apply(runs, x, None, *states, packets, scales, alive, **step, source=SIGNS)
+
+    return [
+        _Case("Markov encode, time in memcpys", encode(None), 12.625, judged="time"),
+        _Case("Markov encode of momenta, time in memcpys", encode(torch.zeros(elements)), 20.625, judged="time"),
+        _Case(f"Markov merge of {_TELLERS} rows, time in memcpys", merge, 12.25 + _TELLERS / 8, judged="time"),
+        _Case("AMSGrad apply of signs, time in memcpys", apply, 40.25, judged="time"),
+    ]
+
+
+def _sparse_cases(grad: Tensor) -> list[_Case]:
+    """What stands out of many elements: by itself, and in a count sketch of them."""
+    kernels = BACKENDS["native"]
+    elements = grad.numel()
+    largest = torch.zeros(elements // 64, dtype=torch.int32)
+    scratch = torch.zeros(2 * largest.numel(), dtype=torch.int64)
+    sketch = CountSketch(kernels, rows=5, columns=elements // 50)
+    table = torch.zeros(sketch.nbytes(elements), dtype=torch.uint8)
+    peak = torch.rand(elements).add_(0.5)
+    everything = torch.tensor([[0, elements]])
+    picked = torch.zeros(elements // 500, dtype=torch.int32)
+
+    def top_k() -> None:
+        kernels.top_k(grad, largest, scratch)
+
+    def add() -> None:
+        sketch.add(grad, table)
+
+    def pick() -> None:
+        sketch.largest(table, peak, everything, picked)
+
+    # A sketch of 5 rows of n/50 floats is 0.4 bytes an element.
+    return [
+        _Case("top-k, k = n/64, time in memcpys", top_k, 4.0 + 4 / 64, judged="time"),
+        _Case("sketch add, 5 × n/50, time in memcpys", add, 4.8, bar=25.0, judged="time"),
+        _Case("sketch top-k, k = n/500, time in memcpys", pick, 4.4 + 4 / 500, bar=40.0, judged="time"),
     ]
 
 

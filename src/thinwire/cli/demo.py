@@ -49,8 +49,9 @@ def demo(
 ) -> None:
     """Train a small character transformer twice with local workers, and compare.
 
-    First DDP + AdamW, then DDP + a 1-bit optimizer: the same initial model, the same data in the same order. Everything
-    runs on this machine over loopback, so the network is no bottleneck; the bytes are what a slow one would carry.
+    First DDP + AdamW, then DDP + an optimizer of thinwire: the same initial model, the same data in the same order.
+    Everything runs on this machine over loopback, so the network is no bottleneck; the bytes are what a slow one would
+    carry.
     """
     # Not at the top, because every worker imports this module and none draws; not later, because it may be missing.
     from thinwire.cli.plots import plot_losses

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -39,13 +40,17 @@ class Comparison:
         return steady and max(computes) <= COMPARABLE_COMPUTE * min(computes)
 
     def predicted_step_seconds(self, outcome: Outcome, bits_per_second: float) -> float:
-        """Step time if every worker had such a link of its own, and the exchange hid behind forward and backward."""
+        """Step time if every worker had such a link of its own.
+
+        The exchange hides behind forward and backward, unless it only begins when they are over.
+        """
         # Both runs compute the same, so a difference in compute is noise: the prediction uses the mean.
         compute = (self.baseline.seconds.compute + self.challenger.seconds.compute) / 2
         ends = [8 * sent / bits_per_second for sent in outcome.cumulative_bytes]
         # Step by step: one that waits for the wire is not made good by others that hardly use it.
         exchanges = (end - begin for begin, end in zip([0.0, *ends], ends, strict=False))
-        return fmean(max(compute, exchange) for exchange in exchanges) + outcome.seconds.optimizer
+        together = max if outcome.overlaps else operator.add
+        return fmean(together(compute, exchange) for exchange in exchanges) + outcome.seconds.optimizer
 
 
 def print_comparison(console: Console, comparison: Comparison) -> None:
@@ -97,6 +102,10 @@ def _notes(comparison: Comparison) -> dict[str, str]:
         "Predicted, not measured": "max(forward + backward, sent / link) + optimizer, as if the exchange overlapped "
         "perfectly; forward + backward is the mean of both runs.",
     }
+    if not challenger.overlaps:
+        notes["Predicted, not measured"] += (
+            f" {challenger.label} sends nothing before all gradients are there: its sent / link is added."
+        )
     if challenger.remark is not None:
         notes[f"Steps of {challenger.label}"] = (
             f"{challenger.remark} Bytes a step and predicted times are means over the whole run; other times are "

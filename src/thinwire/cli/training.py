@@ -88,6 +88,8 @@ class Outcome:
     metrics: dict[str, Any] | None
     remark: str | None
     """Which steps send what, where they are not all alike."""
+    overlaps: bool
+    """Whether it sends while backward runs."""
 
 
 @dataclass
@@ -161,6 +163,7 @@ def train(report: Report, plan: Plan) -> None:
             validation_losses=validation_losses,
             metrics=asdict(optimizer.metrics()) if isinstance(optimizer, WireOptimizer) else None,
             remark=plan.contender.remark,
+            overlaps=plan.contender.overlaps,
         )
     )
 

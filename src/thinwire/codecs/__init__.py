@@ -1,25 +1,40 @@
-"""What a packed vector looks like: one module a codec."""
+"""How a vector becomes bytes, and bytes a vector: one module a codec.
+
+A codec knows nothing of workers, buckets or packets. `thinwire.schemes` says who encodes what, and remembers what an
+encoding has left unsaid.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+import abc
 
-from thinwire.wire.mail import Frame, Mail, Payload
+from torch import Tensor
 
 
-class Codec(Protocol):
-    """What all of them can do. How a parameter is encoded and an answer applied is each one's own."""
+class Codec(abc.ABC):
+    """Writes vectors of float32 as bytes, and reads them back as well as that goes."""
 
-    @property
-    def payload(self) -> Payload:
-        """What its packets carry."""
-        ...
+    adds = False
+    """Whether the sum of encodings is the encoding of the sum; see `AddingCodec`."""
 
-    def learn(self, mail: Mail) -> None:
-        """Get to know where the packets lie."""
+    @abc.abstractmethod
+    def nbytes(self, length: int) -> int:
+        """How many bytes a vector of `length` elements takes; a multiple of 8."""
 
-    def seal(self, frame: Frame) -> None:
-        """Add to a bucket's packets what is known only when all its parameters are encoded. Runs on a lane."""
+    @abc.abstractmethod
+    def encode(self, values: Tensor, packet: Tensor) -> None:
+        """Write a vector into `packet`, a uint8 tensor of `nbytes(len(values))` bytes at a multiple of 8."""
 
-    def merge(self, frame: Frame, shard: int) -> None:
-        """As the owner of `shard`, turn the packets received into an answer. Runs on a lane."""
+    @abc.abstractmethod
+    def decode(self, packet: Tensor, values: Tensor, weight: float = 1.0) -> None:
+        """Add to `values` what a packet says, times `weight`.
+
+        Raises:
+            ValueError: when no encoding looks like that packet.
+        """
+
+
+class AddingCodec(Codec):
+    """One whose encodings are float32 numbers that may be summed, by whoever and without decoding them."""
+
+    adds = True

@@ -1,4 +1,4 @@
-"""What the optimizers have in common that begin, or go all the way, with exact averages of gradients."""
+"""What those optimizers have in common that are made like torch's AdamW, and those that average gradients exactly."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import ParamsT
 
-from thinwire.codecs import Codec
-from thinwire.codecs.dense import Dense
-from thinwire.codecs.sign import ScaledSign
 from thinwire.optimizers._base import WireOptimizer
 from thinwire.optimizers._state import LayerNumbers, State
+from thinwire.schemes import Scheme
+from thinwire.schemes.dense import Dense
+from thinwire.schemes.scaled_sign import ScaledSign
 from thinwire.wire.buckets import Layout
 from thinwire.wire.mail import Part
 from thinwire.wire.topology import Choice
@@ -25,8 +25,8 @@ DENSE = "dense"
 SIGNS = "signs"
 
 
-class AdamFamily(WireOptimizer):
-    """Keeps Adam's `m` and `v`, and can exchange gradients as they are."""
+class AdamLike(WireOptimizer):
+    """Takes the arguments of torch's AdamW, and keeps numbers a parameter."""
 
     def __init__(
         self,
@@ -65,21 +65,9 @@ class AdamFamily(WireOptimizer):
         if not 0 <= group["weight_decay"] < math.inf:
             raise ValueError(f"weight_decay={group['weight_decay']!r}: expected a number >= 0")
 
-    def _settings(self) -> dict[str, Any]:
-        # Scales belong to shards of buckets: other buckets would be another run.
-        return {"bucket_mb": self._bucket_mb}
-
-    def _declare(self, layout: Layout) -> tuple[dict[str, Codec], State]:
-        self._m = torch.zeros(layout.size, dtype=torch.float32)
-        self._v = torch.zeros(layout.size, dtype=torch.float32)
-        state = State(whole={"m": self._m, "v": self._v})
+    def _build(self) -> None:
         self._layers: list[LayerNumbers] = []
-        self._updates = self._layer_numbers("updates", state, layout, torch.int64)
-        """How often each parameter has been updated, for bias correction."""
-        self._variances = self._layer_numbers("variance", state, layout, torch.float64)
-        """The sum of each parameter's `v`."""
-        self._dense = Dense(self._kernels)
-        return {DENSE: self._dense}, state
+        super()._build()
 
     def _layer_numbers(
         self, name: str, state: State, layout: Layout, dtype: torch.dtype, start: float = 0
@@ -90,10 +78,6 @@ class AdamFamily(WireOptimizer):
         state.layers[name] = numbers.tensor
         return numbers
 
-    def _on(self, name: str) -> bool:
-        """Whether the step under way uses this channel."""
-        return self._channel is self._channels.get(name)
-
     def _begin_step(self) -> None:
         """See `WireOptimizer._begin_step`."""
         super()._begin_step()
@@ -103,6 +87,29 @@ class AdamFamily(WireOptimizer):
     def _end_step(self) -> None:
         for numbers in self._layers:
             numbers.write()
+
+
+class AdamFamily(AdamLike):
+    """Keeps Adam's `m` and `v`, and can exchange gradients as they are."""
+
+    def _settings(self) -> dict[str, Any]:
+        # Scales belong to shards of buckets: other buckets would be another run.
+        return {"bucket_mb": self._bucket_mb}
+
+    def _declare(self, layout: Layout) -> tuple[dict[str, Scheme], State]:
+        self._m = torch.zeros(layout.size, dtype=torch.float32)
+        self._v = torch.zeros(layout.size, dtype=torch.float32)
+        state = State(whole={"m": self._m, "v": self._v})
+        self._updates = self._layer_numbers("updates", state, layout, torch.int64)
+        """How often each parameter has been updated, for bias correction."""
+        self._variances = self._layer_numbers("variance", state, layout, torch.float64)
+        """The sum of each parameter's `v`."""
+        self._dense = Dense(self._kernels)
+        return {DENSE: self._dense}, state
+
+    def _on(self, name: str) -> bool:
+        """Whether the step under way uses this channel."""
+        return self._channel is self._channels.get(name)
 
     def _local(self, position: int, part: Part, grad: Tensor | None, group: dict[str, Any], scale: float) -> bool:
         return self._dense.encode(part, grad, signed(scale, group))

@@ -1,8 +1,8 @@
 """The one file that orders the stages of a step.
 
-    gradients → bucket → [mean over the node] → local rule → codec → exchange → apply → metrics
+    gradients → bucket → [mean over the node] → local rule → scheme → exchange → apply → metrics
 
-A paper is a subclass. It says what it keeps and by which codecs it speaks (`_declare`), which of them this step uses
+A paper is a subclass. It says what it keeps and by which schemes it speaks (`_declare`), which of them this step uses
 (`_channel_now`), what it sends (`_local`), and what everybody does with the answer (`_apply`). When and by whom these
 are called is decided here and is the same for all: by `step()`, or, for a model given to `thinwire.attach`, as soon as
 backward has a gradient.
@@ -91,7 +91,7 @@ class WireOptimizer(Paper):
         return {"the number of steps taken": int(self._step_count)}
 
     def _channel_now(self) -> str:
-        """The name of the codec of the step under way; the only one, unless a paper says otherwise."""
+        """The name of the scheme of the step under way; the only one, unless a paper says otherwise."""
         (name,) = self._channels
         return name
 
@@ -149,8 +149,10 @@ class WireOptimizer(Paper):
         """The parameters that take part, in the order of the flat space."""
         self._group_index = [held[slot.index][1] for slot in layout.slots]
         self._layout = layout
-        codecs, kept = self._declare(layout)
-        self._channels = {name: Channel(codec, layout, topology, local=name == LOCAL) for name, codec in codecs.items()}
+        schemes, kept = self._declare(layout)
+        self._channels = {
+            name: Channel(scheme, layout, topology, local=name == LOCAL) for name, scheme in schemes.items()
+        }
         self.state.clear()
         for position, p in enumerate(self._flat_params):
             state = {"step": self._step_count, **kept.of(layout, topology.node, position, p)}
@@ -191,7 +193,7 @@ class WireOptimizer(Paper):
         if node_group is not None:
             mail = self._channel.mail
             node = Node(mail, self._topology, node_group, self._node_dtype, self._kernels, self._meter)
-        return Link(group, node, self._kernels, self._meter, threaded=self._peers.size > 1)
+        return Link(group, node_group, node, self._kernels, self._meter, threaded=self._peers.size > 1)
 
     # A step ----------------------------------------------------------------------------------------------------------
 
@@ -273,7 +275,7 @@ class WireOptimizer(Paper):
         if not self._under_way:
             self._under_way = True
             self._before_exchange()
-            traffic.begin(channel)
+            traffic.begin(channel, self._node)
         for part in channel.mail.parts[position]:
             bucket = part.frame.bucket
             if grad is not None:
@@ -291,7 +293,7 @@ class WireOptimizer(Paper):
 
     @property
     def _node(self) -> Node | None:
-        return self._open_traffic().node
+        return self._open_traffic().link.node
 
     def _open_traffic(self) -> Traffic:
         assert self._traffic is not None, "step() and attach() prepare before anything is encoded"
@@ -365,7 +367,7 @@ class WireOptimizer(Paper):
 
     def metrics(self) -> Metrics:
         """What the run has cost so far, on this rank."""
-        return self._meter.read(self._mean_abs_vote())
+        return self._meter.read(mean_abs_vote=self._mean_abs_vote(), contraction=self._contraction())
 
     def _drain(self) -> None:
         if self._traffic is not None:

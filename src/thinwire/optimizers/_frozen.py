@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import ParamsT
 
-from thinwire.codecs import Codec
-from thinwire.codecs.sign import ScaledSign
 from thinwire.optimizers import _warmup
 from thinwire.optimizers._adam import DENSE, SIGNS, AdamFamily, check_error_dtype, check_floor, keep_signs
 from thinwire.optimizers._state import State
 from thinwire.optimizers._warmup import Warmup
+from thinwire.schemes import Scheme
+from thinwire.schemes.scaled_sign import ScaledSign
 from thinwire.wire.buckets import Layout
 from thinwire.wire.mail import Part
 from thinwire.wire.topology import Choice
@@ -90,8 +90,8 @@ class FrozenVariance(AdamFamily):
     def _progress(self) -> dict[str, Any]:
         return {**super()._progress(), "the last step of the warm-up": self._warmup.ended_at or "none yet"}
 
-    def _declare(self, layout: Layout) -> tuple[dict[str, Codec], State]:
-        codecs, state = super()._declare(layout)
+    def _declare(self, layout: Layout) -> tuple[dict[str, Scheme], State]:
+        schemes, state = super()._declare(layout)
         self._warmup = Warmup(self._warmup_steps, self._largest_beta2(), len(self.param_groups))
         state.common["warmup"] = self._warmup.memory
         if self._topology.compresses:
@@ -101,8 +101,8 @@ class FrozenVariance(AdamFamily):
                 layout, self._topology.node, self._kernels, self._error_dtype, memory, remembers=self._remembers
             )
             keep_signs(state, self._signs)
-            codecs[SIGNS] = self._signs
-        return codecs, state
+            schemes[SIGNS] = self._signs
+        return schemes, state
 
     @property
     def _compressing(self) -> bool:

@@ -54,3 +54,13 @@ def gradient_of(p: Tensor) -> Tensor | None:
     if grad.stride() == p.stride() or (grad.is_contiguous() and p.is_contiguous()):
         return grad
     return torch.empty_like(p, dtype=grad.dtype).copy_(grad)
+
+
+def check_seed(seed: int) -> None:
+    """Refuse what is no seed.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise ValueError(f"seed={seed!r}: expected an integer in [0, 2**63)")

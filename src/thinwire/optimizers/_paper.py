@@ -13,13 +13,13 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from thinwire.codecs import Codec
 from thinwire.optimizers._state import State
+from thinwire.schemes import Scheme
 from thinwire.wire.buckets import Layout
 from thinwire.wire.mail import Part
 
 LOCAL = "local"
-"""The name of a codec whose packets stay inside the node."""
+"""The name of a scheme whose packets stay inside the node."""
 
 
 class Paper(Optimizer, abc.ABC):
@@ -37,10 +37,10 @@ class Paper(Optimizer, abc.ABC):
         """Arguments of the constructor, beyond those of parameter groups, on which all ranks must agree."""
 
     @abc.abstractmethod
-    def _declare(self, layout: Layout) -> tuple[dict[str, Codec], State]:
-        """Allocate the flat state; tell by which codecs the optimizer speaks, and what is kept, to be saved.
+    def _declare(self, layout: Layout) -> tuple[dict[str, Scheme], State]:
+        """Allocate the flat state; tell by which schemes the optimizer speaks, and what is kept, to be saved.
 
-        A codec whose name is LOCAL is for steps in which nothing leaves the node.
+        A scheme whose name is LOCAL is for steps in which nothing leaves the node.
         """
 
     @abc.abstractmethod
@@ -73,6 +73,10 @@ class Paper(Optimizer, abc.ABC):
 
     def _end_step(self) -> None:
         """What happens at the end of a step, taken or skipped."""
+
+    def _contraction(self) -> float:
+        """Which share of what this rank had to say in the last step was left unsaid."""
+        return math.nan
 
     def _mean_abs_vote(self) -> float:
         """How much the workers agreed in the last step."""

@@ -23,6 +23,8 @@ class State:
     """As long as the whole flat space."""
     owned: Tensors = field(default_factory=dict)
     """As long as the shards that this rank owns."""
+    own_words: Tensors = field(default_factory=dict)
+    """A bit an element of this rank's slices."""
     words: Tensors = field(default_factory=dict)
     """A bit an element of the whole flat space, the same on all ranks."""
     shards: Tensors = field(default_factory=dict)
@@ -39,6 +41,7 @@ class State:
         state = dict(self.common)
         state |= {name: layer[position] for name, layer in self.layers.items()}
         state |= {name: layout.own_view(own, slot, p) for name, own in self.own.items()}
+        state |= {name: layout.own_words_view(words, slot) for name, words in self.own_words.items()}
         state |= {name: layout.view(whole, slot, p) for name, whole in self.whole.items()}
         state |= {name: layout.held_view(held, slot, owned) for name, held in self.owned.items()}
         state |= {name: words[slot.start // WORD : slot.stop // WORD] for name, words in self.words.items()}

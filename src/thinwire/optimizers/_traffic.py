@@ -1,6 +1,6 @@
 """What becomes of a bucket once its gradients are in: it is sent, answered and collected, each on a lane of its own.
 
-A *channel* is one way for buckets to travel: a codec, the packets, and who exchanges them. An optimizer may have
+A *channel* is one way for buckets to travel: a scheme, the packets, and who exchanges them. An optimizer may have
 several, such as dense ones for its warm-up and signs afterwards; a step uses one of them, the same on all ranks.
 """
 
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.codecs import Codec
 from thinwire.kernels.ops import Kernels
 from thinwire.metrics import Meter
+from thinwire.schemes import Scheme
 from thinwire.wire.buckets import Layout
 from thinwire.wire.exchange import Exchange, Job
 from thinwire.wire.lane import Failure, Lane
@@ -28,14 +28,14 @@ class Channel:
     """One way for buckets to travel.
 
     Args:
-        codec: what packets carry.
+        scheme: what packets carry.
         layout: the flat space.
         topology: who takes part.
         local: whether packets stay inside the node.
     """
 
-    def __init__(self, codec: Codec, layout: Layout, topology: Topology, *, local: bool = False) -> None:
-        self.codec = codec
+    def __init__(self, scheme: Scheme, layout: Layout, topology: Topology, *, local: bool = False) -> None:
+        self.scheme = scheme
         self._layout = layout
         self._topology = topology.within_node() if local else topology
         self._local = local
@@ -45,8 +45,8 @@ class Channel:
     def restore(self) -> None:
         """Have memory for the packets."""
         alone = self._local or self._topology.workers == 1
-        self.mail = Mail(self._layout, self.codec.payload, alone=alone)
-        self.codec.learn(self.mail)
+        self.mail = Mail(self._layout, self.scheme.payload, alone=alone)
+        self.scheme.learn(self.mail)
         self.released = False
 
     def release(self) -> None:
@@ -54,8 +54,8 @@ class Channel:
         if self.released:
             return
         empty = Layout([], self._layout.workers, 1, slices=self._layout.slices)
-        self.mail = Mail(empty, self.codec.payload, alone=True)
-        self.codec.learn(self.mail)
+        self.mail = Mail(empty, self.scheme.payload, alone=True)
+        self.scheme.learn(self.mail)
         self._exchange = None
         self.released = True
 
@@ -72,8 +72,10 @@ class Link:
 
     group: dist.ProcessGroup | None
     """The ranks that work on the same slice; None for a worker without peers."""
+    node_group: dist.ProcessGroup | None
+    """The ranks of the node, in a hierarchical topology."""
     node: Node | None
-    """The other ranks of the node, in a hierarchical topology."""
+    """What they do for gradients."""
     kernels: Kernels
     meter: Meter
     threaded: bool
@@ -83,9 +85,10 @@ class Link:
 class _Trip:
     """What the buckets of one exchange need on their way."""
 
-    codec: Codec
+    scheme: Scheme
     mail: Mail
     exchange: Exchange
+    node: Node | None
 
 
 class Presence:
@@ -114,21 +117,20 @@ class Traffic:
     """The buckets of one exchange after another, on three lanes."""
 
     def __init__(self, link: Link) -> None:
-        self._link = link
         self._failure = Failure()
         # Three, so that a bucket can be sent while others wait for packets, and others again for answers.
         self._lanes = [Lane(threaded=link.threaded, failure=self._failure) for _ in range(3)]
         self._sending, self._answering, self._collecting = self._lanes
-        self.node = link.node
+        self.link = link
         self._trip: _Trip | None = None
         self._refusal: RuntimeError | None = None
         self.flags_seen = 0
         """What any rank has raised in the exchange under way or just over."""
 
-    def begin(self, channel: Channel) -> None:
-        """Be ready for all packets of an exchange."""
-        exchange = channel.exchange(self._link.group, self._link.meter)
-        self._trip = _Trip(channel.codec, channel.mail, exchange)
+    def begin(self, channel: Channel, node: Node | None) -> None:
+        """Be ready for all packets of an exchange, and for what the ranks of the node have to tell each other."""
+        exchange = channel.exchange(self.link.group, self.link.meter)
+        self._trip = _Trip(channel.scheme, channel.mail, exchange, node)
         self._refusal = None
         self.flags_seen = 0
         self._sending.submit(exchange.listen)
@@ -144,9 +146,10 @@ class Traffic:
         """
         assert self._trip is not None, "an exchange begins before its first bucket is complete"
         send = functools.partial(self._send, self._trip, job, presence)
-        if self.node is not None:
+        if self._trip.node is not None:
             assert encode_mean is not None
-            send = functools.partial(self._send_as_node, self.node, self._trip, job, presence, encode_mean, gradients)
+            node = self._trip.node
+            send = functools.partial(self._send_as_node, node, self._trip, job, presence, encode_mean, gradients)
         self._sending.submit(send)
 
     def _send_as_node(
@@ -162,7 +165,7 @@ class Traffic:
         self._send(trip, job, presence)
 
     def _send(self, trip: _Trip, job: Job, presence: Presence) -> None:
-        trip.codec.seal(job.frame)
+        trip.scheme.seal(job.frame)
         trip.mail.write_presence(job.frame, presence.of(job.frame.bucket.index))
         trip.exchange.send(job)
         self._answering.submit(functools.partial(self._answer, trip, job))
@@ -172,15 +175,15 @@ class Traffic:
         self._collecting.submit(functools.partial(self._collect, trip, job))
 
     def _merge(self, trip: _Trip, frame: Frame, shard: int) -> None:
-        trip.codec.merge(frame, shard)
-        self._link.kernels.any_of(
+        trip.scheme.merge(frame, shard)
+        self.link.kernels.any_of(
             frame.received, frame.up_presence, frame.presence_words, frame.answers[shard], frame.down_presence
         )
 
     def _collect(self, trip: _Trip, job: Job) -> None:
         trip.exchange.collect(job)
-        if self.node is not None:
-            self.node.share(job)
+        if trip.node is not None:
+            trip.node.share(job)
         try:
             self.flags_seen |= trip.exchange.conclude(job)
         except RuntimeError as refusal:

@@ -16,12 +16,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import ParamsT
 
-from thinwire.codecs import Codec
-from thinwire.codecs.dense import Dense
-from thinwire.codecs.stochastic_sign import Downlink, StochasticSign
 from thinwire.kernels import rng
 from thinwire.optimizers._base import WireOptimizer
+from thinwire.optimizers._inputs import check_seed
 from thinwire.optimizers._state import State
+from thinwire.schemes import Scheme
+from thinwire.schemes.dense import Dense
+from thinwire.schemes.stochastic_sign import Downlink, StochasticSign
 from thinwire.wire import packet
 from thinwire.wire.buckets import Layout
 from thinwire.wire.mail import Part
@@ -121,8 +122,7 @@ class Birder(WireOptimizer):
             raise ValueError(f"state_dtype={state_dtype!r}: expected torch.float32 or torch.bfloat16")
         if not 0 <= eps < math.inf:
             raise ValueError(f"eps={eps!r}: expected a number >= 0")
-        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
-            raise ValueError(f"seed={seed!r}: expected an integer in [0, 2**63)")
+        check_seed(seed)
         self._seed = seed
         self._eps = eps
         self._amsgrad = amsgrad
@@ -162,7 +162,7 @@ class Birder(WireOptimizer):
             "state_dtype": str(self._state_dtype),
         }
 
-    def _declare(self, layout: Layout) -> tuple[dict[str, Codec], State]:
+    def _declare(self, layout: Layout) -> tuple[dict[str, Scheme], State]:
         self._m = torch.zeros(layout.own_size, dtype=self._state_dtype)
         self._b = torch.zeros(layout.own_size, dtype=self._state_dtype)
         own = {"m": self._m, "b": self._b}

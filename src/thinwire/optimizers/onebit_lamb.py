@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import ParamsT
 
-from thinwire.codecs import Codec
 from thinwire.optimizers._adam import correction, signed
 from thinwire.optimizers._frozen import FrozenVariance
 from thinwire.optimizers._state import State
 from thinwire.optimizers._warmup import Length
 from thinwire.optimizers.lamb import check_range, clamp, lamb_step, norms
+from thinwire.schemes import Scheme
 from thinwire.wire.buckets import Layout
 from thinwire.wire.mail import Part
 from thinwire.wire.memory import untouched_zeros
@@ -158,8 +158,8 @@ class OneBitLamb(FrozenVariance):
         limits = (*self._coeffs, *self._factors, self._factor_threshold)
         return {**super()._settings(), **dict(zip(names, limits, strict=True))}
 
-    def _declare(self, layout: Layout) -> tuple[dict[str, Codec], State]:
-        codecs, state = super()._declare(layout)
+    def _declare(self, layout: Layout) -> tuple[dict[str, Scheme], State]:
+        schemes, state = super()._declare(layout)
         self._coefficient = self._layer_numbers("coefficient", state, layout, torch.float64)
         """c_avg of each layer, up to the switch without bias correction."""
         self._factor = self._layer_numbers("factor", state, layout, torch.float64, start=1)
@@ -167,7 +167,7 @@ class OneBitLamb(FrozenVariance):
         if self._topology.compresses:
             self._w = untouched_zeros(layout.size, torch.float32)
             state.whole["w"] = self._w
-        return codecs, state
+        return schemes, state
 
     def _local(self, position: int, part: Part, grad: Tensor | None, group: dict[str, Any], scale: float) -> bool:
         if not self._compressing:

@@ -15,9 +15,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import ParamsT
 
-from thinwire.codecs import Codec, sign
-from thinwire.codecs.local import Alone, AmongNode
-from thinwire.codecs.sign import ScaledSign
 from thinwire.optimizers._adam import (
     DENSE,
     SIGNS,
@@ -31,6 +28,9 @@ from thinwire.optimizers._adam import (
 from thinwire.optimizers._intervals import Interval, local_interval, variance_steps
 from thinwire.optimizers._paper import LOCAL
 from thinwire.optimizers._state import State
+from thinwire.schemes import Scheme, scaled_sign
+from thinwire.schemes.local import Alone, AmongNode
+from thinwire.schemes.scaled_sign import ScaledSign
 from thinwire.wire import packet
 from thinwire.wire.buckets import Layout
 from thinwire.wire.mail import Part
@@ -213,20 +213,20 @@ class ZeroOneAdam(AdamFamily):
     def _progress(self) -> dict[str, Any]:
         return {**super()._progress(), "the number of local steps since ranks were equal": self._interval.local_steps}
 
-    def _declare(self, layout: Layout) -> tuple[dict[str, Codec], State]:
-        codecs, state = super()._declare(layout)
+    def _declare(self, layout: Layout) -> tuple[dict[str, Scheme], State]:
+        schemes, state = super()._declare(layout)
         self._interval = Interval(len(self.param_groups))
         self._variance_updates = self._layer_numbers("variance_updates", state, layout, torch.int64)
         self._touched = self._layer_numbers("touched", state, layout, torch.int64)
         """Bits for each parameter: 1 if it has had a gradient since replicas were equal, 2 if it has an anchor."""
         state.common["interval"] = self._interval.memory
         if not self._topology.compresses:
-            return codecs, state
+            return schemes, state
         self._signs = ScaledSign(layout, self._topology.node, self._kernels, self._error_dtype)
         keep_signs(state, self._signs)
         state.whole["anchor"] = untouched_zeros(layout.size, torch.float32)
         self._own = Alone(self._m) if layout.slices == 1 else AmongNode(self._kernels)
-        return {**codecs, SIGNS: self._signs, LOCAL: self._own}, state
+        return {**schemes, SIGNS: self._signs, LOCAL: self._own}, state
 
     def _channel_now(self) -> str:
         if not self._topology.compresses:
@@ -282,7 +282,7 @@ class ZeroOneAdam(AdamFamily):
             scale=scale,
             rate=self._rates[self._group_index[position]],
             packets=self._channel.mail.sent,
-            output=self._own.output if self._on(LOCAL) else sign.SIGNS,
+            output=self._own.output if self._on(LOCAL) else scaled_sign.SIGNS,
         )
 
     def _settle(self, flags: int) -> int:

@@ -62,7 +62,7 @@ class Bucket:
     @property
     def stop(self) -> int:
         """The element after its last."""
-        return self.start + self.shards * self.shard_words * WORD
+        return self.start + self.shards * self.shard_elements
 
     @property
     def slices(self) -> int:
@@ -70,14 +70,19 @@ class Bucket:
         return self.shards // len(self.own_shards)
 
     @property
+    def shard_elements(self) -> int:
+        """The length of a shard."""
+        return self.shard_words * WORD
+
+    @property
     def slice_elements(self) -> int:
         """The length of a slice."""
-        return len(self.own_shards) * self.shard_words * WORD
+        return len(self.own_shards) * self.shard_elements
 
     @property
     def own_start(self) -> int:
         """The first element of this rank's slice."""
-        return self.start + self.own_shards.start * self.shard_words * WORD
+        return self.start + self.own_shards.start * self.shard_elements
 
     def shard_number(self, shard: int) -> int:
         """The number of one of its shards among those of all buckets, which all have equally many."""
@@ -86,7 +91,7 @@ class Bucket:
     def shift_of(self, held: range) -> int:
         """How far elements stand before their place in the flat space, in a state that has nothing but the shards
         `held` of every bucket, one after another."""
-        return self.start + held.start * self.shard_words * WORD - self.start * len(held) // self.shards
+        return self.start + held.start * self.shard_elements - self.start * len(held) // self.shards
 
     @property
     def state_shift(self) -> int:
@@ -161,9 +166,9 @@ class Layout:
             if bucket.stop <= slot.start or bucket.start >= slot.start + slot.numel:
                 continue
             for shard in range(bucket.shards):
-                first = bucket.start + shard * bucket.shard_words * WORD
+                first = bucket.start + shard * bucket.shard_elements
                 start = max(first, slot.start)
-                stop = min(first + bucket.shard_words * WORD, slot.start + slot.numel)
+                stop = min(first + bucket.shard_elements, slot.start + slot.numel)
                 if start < stop:
                     yield Piece(bucket.index, shard, start, stop)
 
@@ -177,8 +182,16 @@ class Layout:
         slice, else a vector of those elements that this rank works on."""
         return self.view(own, slot, like) if self.slices == 1 else self.held_view(own, slot, self._own_shards)
 
+    def own_words_view(self, words: Tensor, slot: Slot) -> Tensor:
+        """The part of the words of this rank's slices that belongs to a parameter."""
+        start, stop = self._held_range(slot, self._own_shards)
+        return words[start // WORD : -(-stop // WORD)]
+
     def held_view(self, state: Tensor, slot: Slot, held: range) -> Tensor:
         """The part of a state of the shards `held` of every bucket that belongs to a parameter, as a vector."""
+        return state[slice(*self._held_range(slot, held))]
+
+    def _held_range(self, slot: Slot, held: range) -> tuple[int, int]:
         inside = [
             (piece.start - shift, piece.stop - shift)
             for piece in self.pieces(slot)
@@ -186,7 +199,7 @@ class Layout:
             for shift in (self.buckets[piece.bucket].shift_of(held),)
         ]
         # Pieces of one parameter follow each other in it without a gap: where one bucket's part ends the next begins.
-        return state[inside[0][0] : inside[-1][1]] if inside else state[:0]
+        return (inside[0][0], inside[-1][1]) if inside else (0, 0)
 
     def shard_view(self, table: Tensor, slot: Slot) -> Tensor:
         """The entries of the shards that a parameter reaches into, of a table that has one for every shard."""

@@ -1,6 +1,6 @@
 """The packets of all buckets: one allocation for what is sent and one for the answers, made once.
 
-A packet is a header, the codec's words, and one presence bit a parameter of the bucket. Kernels reach the bits of a
+A packet is a header, the scheme's words, and one presence bit a parameter of the bucket. Kernels reach the bits of a
 parameter through *runs* (see `thinwire.kernels.reference`), so that a parameter's part of a bucket costs one call,
 however many packets it spans.
 """
@@ -24,7 +24,7 @@ WORD_BYTES = WORD // 8
 
 @dataclass(frozen=True)
 class Payload:
-    """How many words a codec puts into a packet for a shard of so many words, and how many bits of them an element
+    """How many words a scheme puts into a packet for a shard of so many words, and how many bits of them an element
     has, those of further planes not counted."""
 
     up_words: Callable[[int], int]
@@ -153,7 +153,7 @@ class Mail:
         return parts
 
     def _run(self, piece: Piece, bucket: Bucket, start: int, row: int) -> list[int]:
-        shard_start = bucket.start + piece.shard * bucket.shard_words * WORD
+        shard_start = bucket.start + piece.shard * bucket.shard_elements
         byte = row + HEADER_BYTES + (piece.start - shard_start) * self._element_bits // 8
         count, plane_bytes = piece.stop - piece.start, WORD_BYTES * bucket.shard_words
         return [piece.start, piece.start - start, count, byte, plane_bytes, bucket.shard_number(piece.shard)]

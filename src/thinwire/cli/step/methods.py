@@ -27,6 +27,8 @@ from thinwire.optimizers._base import WireOptimizer
 POWERSGD_RANK = 1
 # torch's smallest: the hook averages densely in the steps before. Warm-up has more steps than that.
 POWERSGD_BEGINS_AT = 2
+TOPK_OF = 64
+"""Of so many elements top-k sends one, by index and value: as many bytes as signs take."""
 
 
 @dataclass(frozen=True)
@@ -182,6 +184,11 @@ def _between_hosts(cluster: Cluster, shapes: Shapes) -> float:
     return 2 * (cluster.hosts - 1) / cluster.hosts * _elements(shapes) / 8
 
 
+def _sketch_and_picked(sketch: float, picked: float) -> Theory:
+    """Sums of floats: a sketch of so many an element, then two for each of the coordinates that are picked."""
+    return _each_way(32 * (sketch + 2 * picked))
+
+
 def _vote_count_bits(voters: int) -> int:
     return math.ceil(math.log2(voters + 1))
 
@@ -264,6 +271,19 @@ METHODS: dict[str, Method] = {
         **MOSTLY_LOCAL,
     ),
     "onebit-lamb": _thinwire(thinwire.OneBitLamb, "flat, after its warm-up", **WARMED_UP),
+    "cd-adam": _thinwire(thinwire.CDAdam, "flat"),
+    "cd-adam-topk": _thinwire(
+        thinwire.CDAdam,
+        f'flat, codec="topk": one element in {TOPK_OF}, 64 bits each',
+        theory=_each_way(64 / TOPK_OF),
+        codec="topk",
+        ratio=1 / TOPK_OF,
+    ),
+    "sketched-amsgrad": _thinwire(
+        thinwire.SketchedAMSGrad,
+        "flat: sketches of 5 × d/50, and d/100 coordinates; both exchanged in step(), one after the other",
+        theory=_sketch_and_picked(sketch=5 / 50, picked=1 / 100),
+    ),
     "local": Method(
         "DDP with a hook that sends nothing + fused AdamW: the limit",
         _with_hook(_keep_local, state=lambda: None),

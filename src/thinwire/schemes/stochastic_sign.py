@@ -1,8 +1,8 @@
 """The stochastic sign: one bit that is right on average, and a way to say nothing.
 
 A coordinate `u` in [-1, 1] travels as `+1` with probability `(1 + u) / 2`, which needs no scale and no memory of
-errors: `E[Q(u)] = u`. What one bit cannot say is zero. This codec therefore keeps, identical on all ranks, a map of the
-coordinates that live; the bits of the others say hello instead of voting, and a rolling roll call finds those that
+errors: `E[Q(u)] = u`. What one bit cannot say is zero. This scheme therefore keeps, identical on all ranks, a map of
+the coordinates that live; the bits of the others say hello instead of voting, and a rolling roll call finds those that
 have fallen silent. docs/protocol.md has the rules.
 """
 
@@ -56,7 +56,7 @@ class StochasticSign:
         )
 
     def learn(self, mail: Mail) -> None:
-        """See `Codec`."""
+        """See `Scheme`."""
         self._frames = mail.frames
 
     def begin_step(self, step: int, key: int) -> None:

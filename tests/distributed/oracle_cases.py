@@ -1,4 +1,4 @@
-"""Given gradients for the optimizers of scaled signs, a run on them, and its comparison with the oracles."""
+"""Given gradients for all optimizers but Birder, a run on them, and its comparison with the oracles."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ import torch
 
 import thinwire
 from tests.distributed.scenarios import Scenario, mean_of_node
+from tests.oracles.cd_adam import CDAdamOracle
 from tests.oracles.flat_space import Group
 from tests.oracles.lamb import LambOracle
 from tests.oracles.onebit_adam import OneBitAdamOracle
 from tests.oracles.onebit_lamb import OneBitLambOracle
+from tests.oracles.sketched_amsgrad import SketchedAMSGradOracle
 from tests.oracles.zero_one_adam import ZeroOneAdamOracle
 
 _ORACLES: dict[type, Callable[..., Any]] = {
@@ -22,12 +24,14 @@ _ORACLES: dict[type, Callable[..., Any]] = {
     thinwire.ZeroOneAdam: ZeroOneAdamOracle,
     thinwire.Lamb: LambOracle,
     thinwire.OneBitLamb: OneBitLambOracle,
+    thinwire.CDAdam: CDAdamOracle,
+    thinwire.SketchedAMSGrad: SketchedAMSGradOracle,
 }
 _BYTES = 4
 
 
 @dataclass(frozen=True)
-class ScaledScenario:
+class OracleCase:
     """An optimizer, its options, and the gradients that it gets."""
 
     optimizer: type
@@ -36,11 +40,11 @@ class ScaledScenario:
     bucket_elements: int = 1 << 20
     synchronize_after: Sequence[int] = ()
 
-    def with_options(self, **options: Any) -> ScaledScenario:
+    def with_options(self, **options: Any) -> OracleCase:
         return replace(self, options={**self.options, **options})
 
 
-def run_scaled(rank: int, world_size: int, case: ScaledScenario, **options: Any) -> dict[str, Any]:
+def run_case(rank: int, world_size: int, case: OracleCase, **options: Any) -> dict[str, Any]:
     """What a rank has after every step."""
     scenario = case.scenario
     groups = [
@@ -65,8 +69,8 @@ def run_scaled(rank: int, world_size: int, case: ScaledScenario, **options: Any)
     return {"values": values, "synchronized": synchronized, "skipped": optimizer.metrics().skipped_steps}
 
 
-def assert_it_is_the_oracle(case: ScaledScenario, ranks: Sequence[dict[str, Any]], ranks_a_node: int = 1) -> None:
-    """Compare what `run_scaled` returned on every rank with the oracle, whose workers are the nodes."""
+def assert_it_is_the_oracle(case: OracleCase, ranks: Sequence[dict[str, Any]], ranks_a_node: int = 1) -> None:
+    """Compare what `run_case` returned on every rank with the oracle, whose workers are the nodes."""
     scenario, world_size = case.scenario, len(ranks)
     nodes = world_size // ranks_a_node
     oracle = _ORACLES[case.optimizer](

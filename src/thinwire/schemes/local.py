@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from thinwire.codecs.dense import Dense
-from thinwire.codecs.sign import MOMENTUM, NOTHING
+from thinwire.schemes.dense import Dense
+from thinwire.schemes.scaled_sign import MOMENTUM, NOTHING
 from thinwire.wire.mail import Frame, Mail, Part, Payload
+
+NOTHING_TRAVELS = Payload(up_words=lambda _: 0, down_words=lambda _: 0, element_bits=0, in_place=True)
 
 
 class Alone:
@@ -17,14 +19,14 @@ class Alone:
         m: the momentum, of the whole flat space.
     """
 
-    payload = Payload(up_words=lambda _: 0, down_words=lambda _: 0, element_bits=0, in_place=True)
+    payload = NOTHING_TRAVELS
     output = NOTHING
 
     def __init__(self, m: Tensor) -> None:
         self._values = m.view(torch.uint8)
 
     def learn(self, mail: Mail) -> None:
-        """See `Codec`."""
+        """See `Scheme`."""
         self._runs: list[Tensor] = []
         for part in (part for parts in mail.parts for part in parts):
             runs = part.down_runs.clone()
@@ -32,10 +34,10 @@ class Alone:
             self._runs.append(runs)
 
     def seal(self, frame: Frame) -> None:
-        """See `Codec`."""
+        """See `Scheme`."""
 
     def merge(self, frame: Frame, shard: int) -> None:
-        """See `Codec`."""
+        """See `Scheme`."""
 
     def momentum(self, part: Part) -> tuple[Tensor, Tensor]:
         """Runs, and the memory in which they find a part's momentum."""

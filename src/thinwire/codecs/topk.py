@@ -1,0 +1,68 @@
+"""Top-k: the largest elements as they are, by index and value, and zero for all others."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs import Codec
+from thinwire.kernels.ops import Kernels
+
+_ENTRY_BYTES = 8
+
+
+def check_ratio(ratio: float) -> None:
+    """Refuse what is no share of anything.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    if not 0 < ratio <= 1:
+        raise ValueError(f"ratio={ratio!r}: expected a number in (0, 1], the share of elements that travel")
+
+
+class TopK(Codec):
+    """Eight bytes for each of the largest elements; of equal ones the first.
+
+    An instance is for one thread at a time.
+
+    Args:
+        kernels: the backend.
+        ratio: the share of elements that travel, rounded up.
+
+    Raises:
+        ValueError: when `ratio` is not in (0, 1].
+    """
+
+    def __init__(self, kernels: Kernels, ratio: float) -> None:
+        check_ratio(ratio)
+        self._kernels = kernels
+        self._ratio = ratio
+        self._scratch = torch.empty(0, dtype=torch.int64)
+
+    def nbytes(self, length: int) -> int:
+        """See `Codec`."""
+        return _ENTRY_BYTES * self._count(length)
+
+    def encode(self, values: Tensor, packet: Tensor) -> None:
+        """See `Codec`."""
+        indices, amounts = self._entries(packet)
+        if self._scratch.numel() < 2 * indices.numel():
+            self._scratch = torch.empty(2 * indices.numel(), dtype=torch.int64)
+        self._kernels.top_k(values, indices, self._scratch)
+        torch.index_select(values, 0, indices, out=amounts)
+
+    def decode(self, packet: Tensor, values: Tensor, weight: float = 1.0) -> None:
+        """See `Codec`."""
+        indices, amounts = self._entries(packet)
+        if not self._kernels.sparse_add(values, indices, amounts, weight=weight):
+            raise ValueError(f"a packet of top-k has indices beyond the {values.numel()} elements that there are")
+
+    def _count(self, length: int) -> int:
+        return math.ceil(self._ratio * length)
+
+    def _entries(self, packet: Tensor) -> tuple[Tensor, Tensor]:
+        halves = packet.view(2, -1)
+        return halves[0].view(torch.int32), halves[1].view(torch.float32)

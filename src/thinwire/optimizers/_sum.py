@@ -1,0 +1,85 @@
+"""A plain all-reduce by the stages that there are: encodings that add are averaged over workers, as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs import AddingCodec
+from thinwire.kernels.ops import Kernels
+from thinwire.optimizers._traffic import Channel, Presence, Traffic
+from thinwire.schemes.dense import Dense
+from thinwire.wire.buckets import Layout, bucket_elements
+from thinwire.wire.exchange import Job
+from thinwire.wire.mail import Part
+from thinwire.wire.node import Node
+from thinwire.wire.topology import Topology
+
+
+class Sum:
+    """Encodings of some vectors, averaged over workers and summed over the ranks of each: a rank of a node encodes its
+    own slices, and zeros for the others.
+
+    Args:
+        contents: a codec and the length of a vector for each of them.
+        topology: who takes part.
+        kernels: the backend.
+
+    Raises:
+        TypeError: for a codec whose encodings do not add: their sum would say nothing.
+    """
+
+    def __init__(self, contents: Sequence[tuple[AddingCodec, int]], topology: Topology, kernels: Kernels) -> None:
+        for codec, _ in contents:
+            if not isinstance(codec, AddingCodec):
+                raise TypeError(
+                    f"{type(codec).__name__} in a sum: the sum of its encodings is not the encoding of a sum; expected "
+                    "an AddingCodec, such as CountSketch or Floats"
+                )
+        sizes = [codec.nbytes(length) for codec, length in contents]
+        memory = torch.zeros(sum(sizes), dtype=torch.uint8)
+        self.packets = list(memory.split(sizes))
+        """One for each content: to be encoded into before `exchange`, and afterwards the encoding of the mean."""
+        self._floats = memory.view(torch.float32)
+        self._topology = topology
+        self._kernels = kernels
+        numel = self._floats.numel()
+        layout = Layout(
+            [numel],
+            topology.workers,
+            bucket_elements(None, numel),
+            slices=topology.slices,
+            own_slice=topology.own_slice,
+        )
+        self._dense = Dense(kernels)
+        self._channel = Channel(self._dense, layout, topology)
+        self._node: Node | None = None
+
+    def exchange(self, traffic: Traffic, step: int, flags: int) -> int:
+        """Average over all ranks, which must all do so in this step; the flags seen."""
+        link, mail = traffic.link, self._channel.mail
+        if link.node_group is not None and self._node is None:
+            self._node = Node(mail, self._topology, link.node_group, torch.float32, self._kernels, link.meter)
+        presence = Presence(len(mail.frames))
+        traffic.begin(self._channel, self._node)
+        encode_mean = None if self._node is None else self._encode_mean
+        for part in mail.parts[0]:
+            bucket = part.frame.bucket
+            presence.now[bucket.index] = part.presence
+            if self._node is None:
+                self._dense.encode(part, self._floats, 1.0)
+            else:
+                self._node.stage(0, bucket, self._floats, 1.0)
+            traffic.submit(Job(part.frame, step, flags), presence, encode_mean, gradients=True)
+        traffic.drain()
+        for part in mail.parts[0]:
+            for _, start, count, byte, *_ in part.down_runs.tolist():
+                self._floats[start : start + count] = mail.answers[byte : byte + 4 * count].view(torch.float32)
+        return traffic.flags_seen
+
+    def _encode_mean(self, _: int, part: Part, mean: Tensor | None) -> int:
+        # A mean of slices and zeros, which should be their sum.
+        self._dense.encode(part, mean, float(self._topology.slices))
+        return 0

@@ -1,0 +1,254 @@
+"""CD-Adam: AMSGrad on gradients of which only the changes travel, compressed, in both directions.
+
+Yujia Wang, Lu Lin, Jinghui Chen: "Communication-Compressed Adaptive Gradient Method for Distributed Nonconvex
+Optimization". AISTATS 2022.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.optimizer import ParamsT
+
+from thinwire.codecs.topk import TopK, check_ratio
+from thinwire.kernels.reference.amsgrad import FLOATS, HELD, SIGNS
+from thinwire.optimizers._adam import AdamLike, correction, root_correction, signed
+from thinwire.optimizers._state import State
+from thinwire.schemes import Scheme
+from thinwire.schemes.dense import Dense
+from thinwire.schemes.markov import Markov, MarkovSign
+from thinwire.wire import packet
+from thinwire.wire.buckets import Layout
+from thinwire.wire.mail import Part
+from thinwire.wire.topology import Choice
+
+CodecName = Literal["sign", "topk"]
+Compress = Literal["gradient", "momentum"]
+
+
+class CDAdam(AdamLike):
+    r"""CD-Adam (Wang, Lin and Chen, AISTATS 2022): compressed AMSGrad, no warm-up and nothing frozen.
+
+    Workers and owners send how far what they have to say is from what is known of it. With C(y) = ‖y‖₁/len · sign(y)
+    for each shard of a bucket, worker i, the owner of a shard, and everybody::
+
+        q_i = C(g_i - ĝ_i)        ĝ_i ← ĝ_i + q_i
+        ĝ ← ĝ + mean(q_i)         q = C(ĝ - g̃)           g̃ ← g̃ + q
+
+        m ← β1 m + (1-β1) g̃       v ← β2 v + (1-β2) g̃²   v̂ ← max(v̂, v)
+        x ← (1 - lr·λ) x - lr/(1-β1ᵗ) · m / (√v̂/√(1-β2ᵗ) + ε)
+
+    All of it begins at zero. g̃ is the same on all ranks, to the bit.
+
+    Example::
+
+        model = DDP(net)
+        opt = thinwire.CDAdam(model.parameters(), lr=1e-3)
+        thinwire.attach(model, opt)
+        ...
+        loss.backward(); opt.step(); opt.zero_grad()
+
+    `opt.metrics().contraction` is ‖y - C(y)‖²/‖y‖² of this rank's last message, 1 - ‖y‖₁²/(d‖y‖₂²) for signs: near 0.36
+    for normally distributed differences, nearer to 1 the more a few of them stand out, and the slower g̃ follows.
+
+    Args:
+        params: parameters or groups of them, as in torch.optim. Groups may have their own `lr`, `betas`, `eps`,
+            `weight_decay` and `maximize`.
+        lr: step size. Steps are AMSGrad's, but of a gradient that lags: signs need a smaller one than AdamW, "topk"
+            does not.
+        betas: decay of the momentum and of the variance.
+        eps: added to √v̂, as in AdamW.
+        weight_decay: decoupled decay λ, as in AdamW.
+        codec: "sign" for one bit an element and a scale a shard; "topk" for the largest elements of each shard by index
+            and value, 64 bits each.
+        ratio: for "topk" the share of elements that travel, in (0, 1]. The default sends as many bytes as signs do.
+        compress: "gradient" sends g_i - ĝ_i, as in the paper. "momentum" sends μ_i - ĝ_i with each worker's own average
+            μ_i ← β1 μ_i + (1-β1) g_i, after EF21-SGDM, since with noisy small batches the noise of one step is most of
+            every difference. 4 bytes a parameter more. In the demo it was no better: try both.
+        maximize: ascend instead of descend.
+        process_group: the ranks that train together; the default group if None.
+        topology: "flat", "hierarchical" or "auto", as in `thinwire.Birder`. In a hierarchical one the node is the
+            worker: a rank keeps ĝ_i of its slice only.
+        mesh: a two-dimensional DeviceMesh of the same ranks, a row a node, where LOCAL_WORLD_SIZE does not tell.
+        node_dtype: of gradients on the link inside a node: torch.float32, or torch.bfloat16 for half the bytes.
+        bucket_mb: size of an exchange, in megabytes of fp32 gradient; if None a quarter of the model, within 4 to 32.
+            Scales (and the elements of "topk") belong to shards of buckets, so results depend on it.
+
+    When not to use it:
+        With small noisy batches: differences of gradients are then mostly noise, of which one bit with one scale a
+        shard says little, and g̃ trails behind (`thinwire demo --optimizer cd-adam` shows by how much; `codec="topk"` is
+        better there). `thinwire.Birder` needs no warm-up either and copes with noise. Where memory is short: it keeps
+        20 bytes a parameter, AdamW 8.
+
+    Gradient clipping:
+        Under `attach` gradients are on their way before `clip_grad_norm_` sees them, so that it has no effect. Without,
+        it scales a worker's own gradient, and g̃ follows the mean of clipped gradients.
+
+    Differences from the paper:
+        * Bias correction as in torch's Adam(amsgrad=True), and decoupled weight decay.
+        * A scale a shard of a bucket instead of one a model, and of those coordinates only that have had a gradient.
+        * A coordinate that has never had a gradient on any worker neither moves nor decays ("sign" would shake it: one
+          bit has no zero). Its first gradient after the first step only announces it.
+        * `compress="momentum"`, `codec="topk"`.
+        * A parameter without a gradient on a worker counts as one with zeros there (its μ_i stays); one without a
+          gradient on all workers does not move, while g̃ follows.
+        * A step that is skipped for a gradient that is not finite is exchanged (ĝ_i and g̃ follow, the element in
+          question says nothing new), but neither m, v nor parameters change.
+        * In a hierarchical topology of a single node nothing is compressed: it is AMSGrad on the mean gradient.
+    """
+
+    _state_has_buckets = True
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.99),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        *,
+        codec: CodecName = "sign",
+        ratio: float = 1 / 64,
+        compress: Compress = "gradient",
+        maximize: bool = False,
+        process_group: dist.ProcessGroup | None = None,
+        topology: Choice = "auto",
+        mesh: DeviceMesh | None = None,
+        node_dtype: torch.dtype = torch.float32,
+        bucket_mb: float | None = None,
+    ) -> None:
+        if codec not in get_args(CodecName):
+            raise ValueError(f"codec={codec!r}: expected 'sign' or 'topk'")
+        if compress not in get_args(Compress):
+            raise ValueError(f"compress={compress!r}: expected 'gradient' or 'momentum'")
+        check_ratio(ratio)
+        self._codec: CodecName = codec
+        self._ratio = ratio
+        self._compress: Compress = compress
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            maximize=maximize,
+            process_group=process_group,
+            topology=topology,
+            mesh=mesh,
+            node_dtype=node_dtype,
+            bucket_mb=bucket_mb,
+        )
+
+    def _settings(self) -> dict[str, Any]:
+        # Scales belong to shards of buckets: other buckets would be another run.
+        return {
+            "bucket_mb": self._bucket_mb,
+            "codec": self._codec,
+            "ratio": self._ratio,
+            "compress": self._compress,
+        }
+
+    def _declare(self, layout: Layout) -> tuple[dict[str, Scheme], State]:
+        self._m, self._v, self._peak = (torch.zeros(layout.size, dtype=torch.float32) for _ in range(3))
+        state = State(whole={"m": self._m, "v": self._v, "peak": self._peak})
+        self._updates = self._layer_numbers("updates", state, layout, torch.int64)
+        self._average: Tensor | None = None
+        self._signs: MarkovSign | None = None
+        self._markov: Markov | MarkovSign | None = None
+        if not self._topology.compresses:
+            self._dense = Dense(self._kernels)
+            return {"dense": self._dense}, state
+        if self._compress == "momentum":
+            self._average = state.own["average"] = torch.zeros(layout.own_size, dtype=torch.float32)
+        node = self._topology.node
+        if self._codec == "topk":
+            self._markov = Markov(layout, node, self._kernels, functools.partial(TopK, self._kernels, self._ratio))
+        else:
+            self._markov = self._signs = MarkovSign(layout, node, self._kernels)
+            state.own_words["said"] = self._signs.said
+            state.words.update(alive=self._signs.alive, spoke=self._signs.spoke)
+            state.shards["sent_scale"] = self._signs.sent_scales
+        state.own["known"] = self._markov.known
+        state.owned["mean"] = self._markov.mean
+        state.whole["followed"] = self._markov.followed
+        return {self._codec: self._markov}, state
+
+    def _begin_step(self) -> None:
+        """See `WireOptimizer._begin_step`."""
+        super()._begin_step()
+        if self._signs is not None:
+            self._signs.begin_step(greeting=self._greets())
+
+    def _greets(self) -> bool:
+        return self._step_number == 1 and self._signs is not None
+
+    def _first_flags(self) -> int:
+        return packet.GREETING if self._greets() else 0
+
+    def _local(self, position: int, part: Part, grad: Tensor | None, group: dict[str, Any], scale: float) -> bool:
+        scale = signed(scale, group)
+        if self._markov is None:
+            return self._dense.encode(part, grad, scale)
+        return self._markov.encode(part, grad, self._average, beta=group["betas"][0], scale=scale)
+
+    def _settle(self, flags: int) -> int:
+        if self._signs is not None and self._greets():
+            if flags & packet.NONFINITE:
+                self._signs.give_up()
+                return flags
+            self._signs.recall(told=self._average is not None)
+            self._flags_sent &= ~packet.GREETING
+            flags = self._exchange_again(self._channel_now())
+        if self._markov is not None:
+            self._markov.hear()
+        if flags & packet.NONFINITE:
+            self._follow(range(len(self._flat_params)))
+        return flags
+
+    def _apply(
+        self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None, group: dict[str, Any]
+    ) -> None:
+        lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+        self._updates.now[position] += 1
+        updates, mail, signs, markov = self._updates.now[position], self._channel.mail, self._signs, self._markov
+        for part in parts:
+            self._kernels.amsgrad_apply(
+                part.down_runs,
+                x,
+                low,
+                None if markov is None else markov.followed,
+                self._m,
+                self._v,
+                self._peak,
+                mail.answers,
+                None if signs is None else signs.answer_scales,
+                None if signs is None else signs.alive,
+                beta1=beta1,
+                beta2=beta2,
+                eps=group["eps"],
+                rate=lr * correction(beta1, updates),
+                correction=root_correction(beta2, updates),
+                decay=1.0 - lr * group["weight_decay"],
+                source=FLOATS if markov is None else HELD if signs is None else SIGNS,
+            )
+
+    def _conclude(self) -> None:
+        present = set(self._present())
+        self._follow([position for position in range(len(self._flat_params)) if position not in present])
+
+    def _follow(self, positions: Sequence[int]) -> None:
+        """Follow the answers for parameters that take no step by them; with that all have been followed."""
+        if self._signs is not None:
+            for position in positions:
+                for part in self._channel.mail.parts[position]:
+                    self._signs.follow(part)
+            self._signs.conclude()
+
+    def _contraction(self) -> float:
+        return float("nan") if self._markov is None else self._markov.contraction()

@@ -1,0 +1,50 @@
+"""No compression: an element travels as the float that it is."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from thinwire.kernels.ops import Kernels
+from thinwire.wire.buckets import WORD
+from thinwire.wire.mail import WORD_BYTES, Frame, Mail, Part, Payload
+from thinwire.wire.packet import HEADER_BYTES
+
+_FLOAT = torch.float32
+_FLOAT_BYTES = _FLOAT.itemsize
+
+
+def _float_words(shard_words: int) -> int:
+    return shard_words * WORD * _FLOAT_BYTES // WORD_BYTES
+
+
+class Dense:
+    """Floats up, their mean down, in the same memory.
+
+    Args:
+        kernels: the backend.
+    """
+
+    payload = Payload(up_words=_float_words, down_words=_float_words, element_bits=8 * _FLOAT_BYTES, in_place=True)
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+        self.packets: Tensor
+
+    def learn(self, mail: Mail) -> None:
+        """See `Scheme`."""
+        self.packets = mail.sent
+
+    def encode(self, part: Part, grad: Tensor | None, scale: float) -> bool:
+        """Write a gradient times `scale`, zeros for none, into the packets; whether it was not finite."""
+        return self._kernels.dense_encode(part.up_runs, grad, self.packets, scale=scale)
+
+    def seal(self, frame: Frame) -> None:
+        """See `Scheme`; there is nothing to add."""
+
+    def merge(self, frame: Frame, shard: int) -> None:
+        """Answer with the mean. With a single worker it is there already."""
+        if frame.received is not frame.sent:
+            floats = slice(HEADER_BYTES, HEADER_BYTES + WORD_BYTES * _float_words(frame.bucket.shard_words))
+            rows, answer = (packets[..., floats].view(_FLOAT) for packets in (frame.received, frame.answers[shard]))
+            self._kernels.mean(rows, answer)

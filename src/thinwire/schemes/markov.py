@@ -1,0 +1,293 @@
+"""Markov compression: what travels is a difference, to what everybody knows already.
+
+A worker wants to tell `w`; what has been heard of it so far is `known`. It sends the encoding of `w - known`, and both
+sides add that to `known`, which so runs after `w` and meets it where `w` comes to rest. The owner of a shard does the
+same with the mean of what it knows of the workers, and everybody follows in `followed`. No error is remembered: what an
+encoding leaves out is still there in the next difference.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs import Codec, sign
+from thinwire.kernels.ops import Kernels
+from thinwire.kernels.reference.amsgrad import SIGNS
+from thinwire.kernels.reference.markov import GREETING, ORDINARY, RECALL
+from thinwire.schemes._packets import OwnedRuns, payload_of
+from thinwire.wire.buckets import WORD, Layout
+from thinwire.wire.mail import Frame, Mail, Part
+from thinwire.wire.memory import untouched_zeros
+from thinwire.wire.packet import HEADER_BYTES
+
+
+class _Share:
+    """Which share of a squared length some encodings have left out."""
+
+    def __init__(self, parts: int) -> None:
+        self._wanted = [0.0] * parts
+        self._left_out = [0.0] * parts
+
+    def note(self, part: int, wanted: float, left_out: float) -> None:
+        self._wanted[part], self._left_out[part] = wanted, left_out
+
+    def read(self) -> float:
+        wanted = math.fsum(self._wanted)
+        return math.fsum(self._left_out) / wanted if wanted > 0 else math.nan
+
+
+class Markov:
+    """Differences by any codec, encoded a shard at a time.
+
+    Args:
+        layout: the flat space.
+        node: this rank's worker.
+        kernels: the backend.
+        codec: makes a codec. There are two, as workers and owners encode at the same time.
+    """
+
+    def __init__(self, layout: Layout, node: int, kernels: Kernels, codec: Callable[[], Codec]) -> None:
+        self._kernels = kernels
+        self._up, self._down = codec(), codec()
+        self._owned = OwnedRuns(layout, node)
+        self.known = untouched_zeros(layout.own_size, torch.float32)
+        """What the others know of this worker, of this rank's slices."""
+        self.mean = untouched_zeros(self._owned.size, torch.float32)
+        """The mean of what is known of all workers, of the shards that this rank owns."""
+        self.followed = torch.zeros(layout.size, dtype=torch.float32)
+        """What everybody knows of that mean."""
+        self._difference = untouched_zeros(layout.own_size, torch.float32)
+        self._answer = torch.zeros(max((b.shard_elements for b in layout.buckets), default=0), dtype=torch.float32)
+        self._unsaid = _Share(layout.shards)
+        self.payload = payload_of(self._up.nbytes)
+
+    def learn(self, mail: Mail) -> None:
+        """See `Scheme`."""
+        self._frames = mail.frames
+
+    def encode(self, part: Part, grad: Tensor | None, m: Tensor | None, *, beta: float, scale: float) -> bool:
+        """Take in a gradient, or with `m` let it into that momentum and take in this; whether it was not finite."""
+        return self._kernels.markov_difference(
+            part.up_runs,
+            grad,
+            m,
+            self.known,
+            self._difference,
+            beta=beta,
+            weight=1.0 - beta,
+            scale=scale,
+            shift=part.frame.bucket.state_shift,
+        )
+
+    def seal(self, frame: Frame) -> None:
+        """Encode the differences of a bucket."""
+        bucket, length = frame.bucket, frame.bucket.shard_elements
+        first = bucket.own_start - bucket.state_shift
+        for row, shard in enumerate(bucket.own_shards):
+            here = slice(first + row * length, first + (row + 1) * length)
+            difference, packet = self._difference[here], _payload(frame.sent[row], self._up, length)
+            wanted = self._kernels.square_sum(difference)
+            self._up.encode(difference, packet)
+            self._up.decode(packet, self.known[here])
+            self._up.decode(packet, difference, -1.0)
+            self._unsaid.note(bucket.shard_number(shard), wanted, self._kernels.square_sum(difference))
+
+    def merge(self, frame: Frame, shard: int) -> None:
+        """Answer with the encoding of the difference between the new mean and what everybody knows of it."""
+        bucket, length = frame.bucket, frame.bucket.shard_elements
+        first = bucket.start + shard * length
+        followed = self.followed[first : first + length]
+        shift = bucket.shift_of(self._owned.shards)
+        mean = self.mean[first - shift : first - shift + length]
+        for packet in frame.received:
+            self._down.decode(_payload(packet, self._down, length), mean, 1.0 / frame.received.shape[0])
+        difference = torch.sub(mean, followed, out=self._answer[:length])
+        self._down.encode(difference, _payload(frame.answers[shard], self._down, length))
+
+    def hear(self) -> None:
+        """Follow all answers, when the whole exchange is done."""
+        for frame in self._frames:
+            length = frame.bucket.shard_elements
+            for shard, packet in enumerate(frame.answers):
+                first = frame.bucket.start + shard * length
+                self._down.decode(_payload(packet, self._down, length), self.followed[first : first + length])
+
+    def contraction(self) -> float:
+        """‖c - C(c)‖²/‖c‖² for the differences c that this rank has sent last; NaN where there were none."""
+        return self._unsaid.read()
+
+
+def _payload(packet: Tensor, codec: Codec, length: int) -> Tensor:
+    return packet[HEADER_BYTES : HEADER_BYTES + codec.nbytes(length)]
+
+
+class MarkovSign:
+    """Differences by scaled signs, one pass over memory at a worker.
+
+    The scale of a shard is known when all of it has been encoded, so `known` stays as it was before the last message,
+    whose signs and scale are kept beside it: whoever reads `known` next adds them on the way. And as one bit has no
+    zero, a map that is the same on all ranks tells which coordinates live; the bits of the others say hello, as in
+    `thinwire.schemes.stochastic_sign`, but who lives lives for ever. docs/protocol.md has the rules.
+
+    Args:
+        layout: the flat space.
+        node: this rank's worker.
+        kernels: the backend.
+    """
+
+    def __init__(self, layout: Layout, node: int, kernels: Kernels) -> None:
+        self._kernels = kernels
+        self._owned = OwnedRuns(layout, node)
+        self._layout = layout
+        self.known = untouched_zeros(layout.own_size, torch.float32)
+        """What the others knew of this worker before the last message, of this rank's slices."""
+        self.said = torch.zeros(layout.own_size // WORD, dtype=torch.int64)
+        """The bits of the last message, a bit an element of this rank's slices."""
+        self.sent_scales = torch.zeros(layout.shards, dtype=torch.float32)
+        self.mean = untouched_zeros(self._owned.size, torch.float32)
+        """The mean of what is known of all workers, of the shards that this rank owns."""
+        self.followed = torch.zeros(layout.size, dtype=torch.float32)
+        """What everybody knows of that mean."""
+        self.alive = torch.zeros(layout.size // WORD, dtype=torch.int64)
+        self.spoke = torch.zeros(layout.size // WORD, dtype=torch.int64)
+        """Who was alive at the last message."""
+        self.answer_scales = torch.zeros(layout.shards, dtype=torch.float32)
+        self._mode = ORDINARY
+        self._owner_sums = [torch.zeros(len(table), 3, dtype=torch.float64) for table in self._owned.tables]
+        self._unsaid = _Share(layout.shards)
+        self.payload = payload_of(sign.nbytes)
+
+    def learn(self, mail: Mail) -> None:
+        """See `Scheme`."""
+        self._mail = mail
+        self._sums: list[Tensor] = []
+        """For every part and each of its runs: sum of |c|, sum of c², and how many elements live."""
+        self._sums_of_shard: list[list[Tensor]] = [[] for _ in range(self._layout.shards)]
+        for part in (part for parts in mail.parts for part in parts):
+            sums = torch.zeros(part.up_runs.shape[0], 3, dtype=torch.float64)
+            self._sums.append(sums)
+            for run, number in enumerate(part.up_runs[:, 5].tolist()):
+                self._sums_of_shard[number].append(sums[run])
+
+    def begin_step(self, *, greeting: bool) -> None:
+        """Let the next exchange be an ordinary one, or one of hellos only, to be followed by `recall` or `give_up`."""
+        self._mode = GREETING if greeting else ORDINARY
+
+    def recall(self, *, told: bool) -> None:
+        """Hear the hellos, and say in the next exchange what was not said in the greeting.
+
+        Args:
+            told: whether there is a momentum, which remembers it.
+        """
+        self.conclude()
+        self._mode = ORDINARY if told else RECALL
+
+    def give_up(self) -> None:
+        """Hear the hellos, and forget what was to be said."""
+        self.conclude()
+        self.known.zero_()
+
+    def encode(self, part: Part, grad: Tensor | None, m: Tensor | None, *, beta: float, scale: float) -> bool:
+        """Send a gradient, or with `m` let it into that momentum and send this; whether it was not finite."""
+        return self._kernels.markov_encode(
+            part.up_runs,
+            grad,
+            m,
+            self.known,
+            self.said,
+            self.spoke,
+            self.alive,
+            self._mail.sent,
+            sent_scales=self.sent_scales,
+            sums=self._sums[part.index],
+            beta=beta,
+            weight=1.0 - beta,
+            scale=scale,
+            shift=part.frame.bucket.state_shift,
+            mode=self._mode,
+        )
+
+    def seal(self, frame: Frame) -> None:
+        """Add the scales."""
+        bucket = frame.bucket
+        for row, shard in enumerate(bucket.own_shards):
+            number = bucket.shard_number(shard)
+            sums = [of_run.tolist() for of_run in self._sums_of_shard[number]]
+            scale = _scale(sums)
+            at = frame.sent_at + row * frame.sent.shape[1] + HEADER_BYTES + sign.scale_at(bucket.shard_elements)
+            sign.SCALE.pack_into(self._mail.sent_memory, at, scale)
+            self.sent_scales[number] = scale
+            squares = math.fsum(of_run[1] for of_run in sums)
+            said = scale * math.fsum(of_run[0] for of_run in sums)
+            self._unsaid.note(number, squares, max(squares - said, 0.0))
+
+    def merge(self, frame: Frame, shard: int) -> None:
+        """Answer with the scaled sign of the difference between the new mean and what everybody knows of it."""
+        bucket = frame.bucket
+        sums = self._owner_sums[bucket.index]
+        self._kernels.markov_merge(
+            self._owned.tables[bucket.index],
+            frame.received,
+            self.mean,
+            self.followed,
+            self.alive,
+            frame.answers[shard],
+            scales=sign.scales_of(frame.received[:, HEADER_BYTES:], bucket.shard_elements).contiguous(),
+            sums=sums,
+            shift=bucket.shift_of(self._owned.shards),
+        )
+        at = frame.answers_at + shard * frame.answers.shape[1] + HEADER_BYTES + sign.scale_at(bucket.shard_elements)
+        sign.SCALE.pack_into(self._mail.answers_memory, at, _scale(sums.tolist()))
+
+    def hear(self) -> None:
+        """Get to know the scales of all answers, when the whole exchange is done."""
+        for frame in self._mail.frames:
+            bucket, number = frame.bucket, frame.bucket.shard_number(0)
+            scales = sign.scales_of(frame.answers[:, HEADER_BYTES:], bucket.shard_elements)
+            self.answer_scales[number : number + bucket.shards] = scales
+
+    def follow(self, part: Part) -> None:
+        """Follow the answer for a part of a parameter that takes no step by it."""
+        self._kernels.amsgrad_apply(
+            part.down_runs,
+            None,
+            None,
+            self.followed,
+            None,
+            None,
+            None,
+            self._mail.answers,
+            self.answer_scales,
+            self.alive,
+            beta1=0.0,
+            beta2=0.0,
+            eps=0.0,
+            rate=0.0,
+            correction=0.0,
+            decay=1.0,
+            source=SIGNS,
+        )
+
+    def conclude(self) -> None:
+        """Bring the map of living coordinates up to date with the answers, when all of them have been followed."""
+        self.spoke.copy_(self.alive)
+        for frame in self._mail.frames:
+            bucket = frame.bucket
+            bits = sign.signs_of(frame.answers[:, HEADER_BYTES:], bucket.shard_elements)
+            first, last = bucket.first_word, bucket.stop // WORD
+            # A bit of somebody who lives is a sign, and changes nothing here.
+            self.alive[first:last].view(bucket.shards, -1).bitwise_or_(bits)
+
+    def contraction(self) -> float:
+        """‖c - C(c)‖²/‖c‖² for the differences c that this rank has sent last; NaN where there were none."""
+        return self._unsaid.read()
+
+
+def _scale(sums: list[list[float]]) -> float:
+    """The mean of |c| over who lives."""
+    living = sum(of_run[2] for of_run in sums)
+    return math.fsum(of_run[0] for of_run in sums) / living if living else 0.0

@@ -1,0 +1,87 @@
+"""Law 3 for CD-Adam and SketchedAMSGrad: a distributed run is the NumPy oracle, to rounding, at every step.
+
+A coordinate that were picked by one and not by the other, or a sign that differed, would show: by about the learning
+rate, 0.01, a thousand times the tolerance.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import thinwire
+from tests.distributed.common import run_nodes
+from tests.distributed.oracle_cases import OracleCase, assert_it_is_the_oracle, run_case
+from tests.distributed.scenarios import (
+    SHAPES,
+    Scenario,
+    partly_absent,
+    ramp,
+    rows_untouched,
+    sometimes_nonfinite,
+)
+from tests.harness import run_ranks
+
+
+def stop_and_go(step: int) -> float:
+    return 0.0 if step < 3 or 8 < step < 12 else 0.01
+
+
+SKETCH = {"columns": 300, "k": 150, "betas": (0.9, 0.8), "eps": 1e-4}
+BASES = {
+    "signs": OracleCase(thinwire.CDAdam, options={"betas": (0.9, 0.8)}),
+    "signs of momenta": OracleCase(thinwire.CDAdam, options={"betas": (0.9, 0.8), "compress": "momentum"}),
+    "top-k": OracleCase(thinwire.CDAdam, options={"codec": "topk", "ratio": 0.1}),
+    "top-k of momenta": OracleCase(thinwire.CDAdam, options={"codec": "topk", "ratio": 0.3, "compress": "momentum"}),
+    "sketch": OracleCase(thinwire.SketchedAMSGrad, options=SKETCH),
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "two groups": {"shapes": (SHAPES[:2], SHAPES[2:]), "lrs": (0.01, 0.03), "decays": (0.0, 0.5)},
+    "schedule": {"schedule": ramp},
+    "stops and goes on": {"schedule": stop_and_go},
+    "partly absent": {"gradients": partly_absent},
+    "rows untouched": {"gradients": rows_untouched},
+    "sometimes nonfinite": {"gradients": sometimes_nonfinite},
+}
+
+
+def cases() -> dict[str, OracleCase]:
+    made: dict[str, OracleCase] = {}
+    for base, case in BASES.items():
+        for variant, changes in VARIANTS.items():
+            made[f"{base}, {variant}"] = OracleCase(case.optimizer, Scenario(**changes), case.options)
+        many = Scenario(rows_untouched)
+        made[f"{base}, many buckets"] = OracleCase(case.optimizer, many, case.options, bucket_elements=300)
+        made[f"{base}, maximize"] = case.with_options(maximize=True)
+    made["sketch, even rows"] = BASES["sketch"].with_options(rows=4)
+    made["sketch, all of it"] = BASES["sketch"].with_options(k=13 * 21 + 130 + 1 + 40 * 9)
+    return made
+
+
+CASES = cases()
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_distributed_run_is_the_oracle(world_size: int, name: str) -> None:
+    assert_it_is_the_oracle(CASES[name], run_ranks(run_case, world_size, CASES[name]))
+
+
+HIERARCHICAL = [
+    f"{base}, {variant}"
+    for base in BASES
+    for variant in ("defaults", "partly absent", "many buckets", "sometimes nonfinite")
+]
+
+
+@pytest.mark.parametrize("name", HIERARCHICAL)
+@pytest.mark.parametrize(("nodes", "ranks"), [(2, 2), (1, 2)])
+def test_a_hierarchical_run_is_the_oracle_of_its_nodes(nodes: int, ranks: int, name: str) -> None:
+    results = run_nodes(run_hierarchical, nodes, ranks, CASES[name])
+    assert_it_is_the_oracle(CASES[name], results, ranks)
+
+
+def run_hierarchical(rank: int, world_size: int, case: OracleCase) -> dict[str, object]:
+    return run_case(rank, world_size, case, topology="hierarchical")
