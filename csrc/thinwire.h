@@ -212,7 +212,7 @@ THINWIRE_API void thinwire_sparse_amsgrad(float *x, int64_t count, void *low, in
 THINWIRE_API void thinwire_top_k(const float *values, int64_t count, int64_t k, int32_t *indices, uint64_t *scratch);
 
 /* values[indices[i]] <- itself plus weight amounts[i], in order. Returns 1, or 0 when an index was outside of the `count`
- * values, and nothing was added for it. */
+ * values, and nothing was added at all. */
 THINWIRE_API int thinwire_sparse_add(float *values, int64_t count, const int32_t *indices, const float *amounts, int64_t k, float weight);
 
 /* A count sketch: `table` has `rows` <= 15 rows of `columns` <= 2^30 cells, and each row hashes an element e < 2^31 - 1 to a

@@ -12,7 +12,7 @@ class Metrics:
 
     Seconds of `stage`, `apply` and `exposed_wait` are the training thread's; `node`, `vote` and `wire` are the lanes'
     and run behind backward when the model is attached. `encode` is the training thread's in a flat topology and a
-    lane's in a hierarchical one.
+    lane's in a hierarchical one, but for what needs a whole bucket, which is always a lane's.
     """
 
     steps: int
@@ -31,7 +31,7 @@ class Metrics:
     node_seconds: float
     """Waiting for gradients and answers of ranks of the same node."""
     encode_seconds: float
-    """Local rule, sampling and packing."""
+    """Local rule, sampling and packing, or sketching."""
     vote_seconds: float
     """Counting and answering for the shards that this rank owns."""
     apply_seconds: float
@@ -79,6 +79,7 @@ class Meter:
     scatter: Stopwatch = field(default_factory=Stopwatch)
     share: Stopwatch = field(default_factory=Stopwatch)
     encode: Stopwatch = field(default_factory=Stopwatch)
+    seal: Stopwatch = field(default_factory=Stopwatch)
     vote: Stopwatch = field(default_factory=Stopwatch)
     apply: Stopwatch = field(default_factory=Stopwatch)
     packets: Stopwatch = field(default_factory=Stopwatch)
@@ -96,7 +97,7 @@ class Meter:
             node_bytes_sent=self.node_bytes_sent,
             stage_seconds=self.stage.seconds,
             node_seconds=self.scatter.seconds + self.share.seconds,
-            encode_seconds=self.encode.seconds,
+            encode_seconds=self.encode.seconds + self.seal.seconds,
             vote_seconds=self.vote.seconds,
             apply_seconds=self.apply.seconds,
             wire_seconds=self.packets.seconds + self.answers.seconds,

@@ -42,11 +42,10 @@ from tests.unit.sign_cases import (
     scale_table,
 )
 from tests.unit.test_kernels_invariants import address, changed_bytes
-from thinwire.kernels.reference.amsgrad import FLOATS, HELD, SIGNS
-from thinwire.kernels.reference.markov import GREETING, ORDINARY, RECALL
+from thinwire.kernels.modes import Say, Source
 
-MODES = {ORDINARY: "ordinary", GREETING: "greeting", RECALL: "recall"}
-SOURCES = {HELD: "held", SIGNS: "signs", FLOATS: "floats"}
+MODES = {Say.ORDINARY: "ordinary", Say.GREETING: "greeting", Say.RECALL: "recall"}
+SOURCES = {Source.HELD: "held", Source.SIGNS: "signs", Source.FLOATS: "floats"}
 PRIME = 2**31 - 1
 
 each_mode = pytest.mark.parametrize("mode", MODES, ids=MODES.values())
@@ -67,7 +66,7 @@ def markov_encode_case(
     *,
     seed: int,
     grad_dtype: torch.dtype | None = torch.float32,
-    mode: int = ORDINARY,
+    mode: int = Say.ORDINARY,
     momentum: bool = False,
     alive: str = "some",
     pieces: int = 1,
@@ -80,7 +79,7 @@ def markov_encode_case(
     generator, first_word = random(seed), first_word_of(seed)
     runs, size = cut(count, pieces, first_word=first_word)
     words = first_word + -(-count // WORD)
-    if mode == RECALL:
+    if mode == Say.RECALL:
         grad_dtype, momentum = None, False
     return {
         "runs": runs,
@@ -150,7 +149,7 @@ def amsgrad_case(
 ) -> dict[str, Any]:
     """Without `steps` there is no parameter: signs are taken into the gradient, and that is all."""
     generator, first_word = random(seed), first_word_of(seed)
-    runs, size = cut(count, pieces, first_word=first_word, planes=FLOAT_PLANES if source == FLOATS else 1)
+    runs, size = cut(count, pieces, first_word=first_word, planes=FLOAT_PLANES if source == Source.FLOATS else 1)
     of_step: dict[str, Any] = dict.fromkeys(("x", "low", "m", "v", "peak"))
     if steps:
         of_step = parameter(count, low_dtype, generator, loaded=loaded, elements_off=x_off) | {
@@ -159,18 +158,18 @@ def amsgrad_case(
             "peak": guarded(in_flat(positive(count, generator), first_word)),
         }
     packets = None
-    if source == SIGNS:
+    if source == Source.SIGNS:
         packets = guarded(random_bytes(size, generator=generator))
-    elif source == FLOATS:
+    elif source == Source.FLOATS:
         packets = float_packet(runs, size, generator)
     words = first_word + -(-count // WORD)
     return {
         "runs": runs,
         **of_step,
-        "g": guarded(in_flat(moderate(count, generator), first_word)) if source != FLOATS else None,
+        "g": guarded(in_flat(moderate(count, generator), first_word)) if source != Source.FLOATS else None,
         "packets": packets,
-        "scales": scale_table(runs, generator) if source == SIGNS else None,
-        "alive": guarded(alive_map("some", words, generator)) if source == SIGNS else None,
+        "scales": scale_table(runs, generator) if source == Source.SIGNS else None,
+        "alive": guarded(alive_map("some", words, generator)) if source == Source.SIGNS else None,
         "beta1": 0.9,
         "beta2": 0.999,
         "eps": 1e-8,
@@ -336,7 +335,7 @@ def a_case_of_each(count: int) -> dict[str, dict[str, Any]]:
         "markov_encode": markov_encode_case(count, seed=3, shift=WORD, momentum=True),
         "markov_difference": markov_difference_case(count, seed=3, shift=WORD),
         "markov_merge": markov_merge_case(count, workers=3, seed=3),
-        "amsgrad_apply": amsgrad_case(count, seed=3, source=SIGNS, low_dtype=torch.bfloat16, loaded=True),
+        "amsgrad_apply": amsgrad_case(count, seed=3, source=Source.SIGNS, low_dtype=torch.bfloat16, loaded=True),
         "momentum_sum": momentum_sum_case(count, seed=3, grad_dtype=torch.float16),
         "sparse_amsgrad": sparse_amsgrad_case(count, seed=3, low_dtype=torch.float16),
         "top_k": top_k_case(moderate(count, generator), 9),

@@ -41,7 +41,7 @@ from tests.unit.markov_cases import (
 )
 from tests.unit.sign_cases import BETA, DECAY, EPS, GRADIENT, GRADIENTS, PARAMETER, RATE, RUNS
 from tests.unit.test_kernels_invariants import address, changed_bytes
-from thinwire.kernels.reference.amsgrad import FLOATS, HELD, SIGNS
+from thinwire.kernels.modes import Source
 
 
 def taken_over(case: dict[str, Any]) -> Tensor:
@@ -73,7 +73,7 @@ def test_amsgrad_apply_for_many_runs_and_steps(low_dtype: torch.dtype | None, so
 
 def test_signs_without_a_step_for_every_tail() -> None:
     for seed, count in enumerate(TAILS):
-        same_everywhere("amsgrad_apply", **amsgrad_case(count, seed=seed, pieces=3, source=SIGNS, steps=False))
+        same_everywhere("amsgrad_apply", **amsgrad_case(count, seed=seed, pieces=3, source=Source.SIGNS, steps=False))
 
 
 @PATIENT
@@ -95,15 +95,15 @@ def test_amsgrad_apply_whatever_it_is_given(**case: Any) -> None:
 @PATIENT
 @given(**RUNS)
 def test_signs_without_a_step_whatever_they_are_given(**case: Any) -> None:
-    same_everywhere("amsgrad_apply", **amsgrad_case(**case, source=SIGNS, steps=False))
+    same_everywhere("amsgrad_apply", **amsgrad_case(**case, source=Source.SIGNS, steps=False))
 
 
 def gradient_of(case: dict[str, Any], places: Places) -> Array:
     """In double precision, by the source of a case."""
-    if case["source"] == FLOATS:
+    if case["source"] == Source.FLOATS:
         return places.floats(case["packets"])
     g = double(case["g"])[places.element]
-    if case["source"] == HELD:
+    if case["source"] == Source.HELD:
         return g
     bits: list[Array] = []
     for _, _, count, byte, _, _ in places.runs:
@@ -121,13 +121,13 @@ def test_amsgrad_apply_is_the_formula(backend: str, low_dtype: torch.dtype | Non
     at = places.element
     m, v, peak = (double(case[name])[at] for name in ("m", "v", "peak"))
     x, g = double(taken_over(case))[places.in_param], gradient_of(case, places)
-    held = case["g"].clone() if source == HELD else torch.empty(0)
+    held = case["g"].clone() if source == Source.HELD else torch.empty(0)
     with kernels_of(backend) as kernels:
         kernels.amsgrad_apply(**case)
-    if source == SIGNS:
+    if source == Source.SIGNS:
         assert_sum(double(case["g"])[at], g)
         g = double(case["g"])[at]
-    elif source == HELD:
+    elif source == Source.HELD:
         assert torch.equal(case["g"][at], held[at])
     m_new, v_new, peak_new = (double(case[name])[at] for name in ("m", "v", "peak"))
     assert_sum(m_new, 0.9 * m, (1 - 0.9) * g)
@@ -145,13 +145,13 @@ def test_amsgrad_apply_is_the_formula(backend: str, low_dtype: torch.dtype | Non
 @each_backend
 def test_signs_without_a_step_are_taken_in_all_the_same(backend: str) -> None:
     """And a step by what is held then is a step by signs."""
-    at_once, first = (amsgrad_case(500, seed=2, pieces=4, source=SIGNS) for _ in range(2))
+    at_once, first = (amsgrad_case(500, seed=2, pieces=4, source=Source.SIGNS) for _ in range(2))
     step = dict.fromkeys(("x", "low", "m", "v", "peak"))
     with kernels_of(backend) as kernels:
         kernels.amsgrad_apply(**at_once)
         kernels.amsgrad_apply(**(first | step))
         assert torch.equal(allocation(first["g"]), allocation(at_once["g"]))
-        kernels.amsgrad_apply(**(first | {"source": HELD, "packets": None, "scales": None, "alive": None}))
+        kernels.amsgrad_apply(**(first | {"source": Source.HELD, "packets": None, "scales": None, "alive": None}))
     for name in ("x", "m", "v", "peak", "g"):
         assert torch.equal(allocation(first[name]), allocation(at_once[name])), name
 
@@ -186,7 +186,7 @@ def test_twenty_steps_are_those_of_adamw_with_amsgrad(backend: str) -> None:
                 rate=lr / (1 - beta1**t),
                 correction=1 / math.sqrt(1 - beta2**t),
                 decay=1 - lr * weight_decay,
-                source=FLOATS,
+                source=Source.FLOATS,
             )
         torch.testing.assert_close(x, theirs.detach(), rtol=2e-6, atol=2e-6 * lr)
         state = adamw.state[theirs]
@@ -240,9 +240,9 @@ def test_amsgrad_apply_writes_its_own_places_and_no_others(
 @pytest.mark.parametrize("operation", ["held", "signs", "signs without a step", "momentum_sum"])
 def test_padding_counts_for_nothing(backend: str, operation: str) -> None:
     make: dict[str, Any] = {
-        "held": lambda: amsgrad_case(333, seed=3, source=HELD, low_dtype=torch.bfloat16),
-        "signs": lambda: amsgrad_case(333, seed=3, source=SIGNS),
-        "signs without a step": lambda: amsgrad_case(333, seed=3, source=SIGNS, steps=False),
+        "held": lambda: amsgrad_case(333, seed=3, source=Source.HELD, low_dtype=torch.bfloat16),
+        "signs": lambda: amsgrad_case(333, seed=3, source=Source.SIGNS),
+        "signs without a step": lambda: amsgrad_case(333, seed=3, source=Source.SIGNS, steps=False),
         "momentum_sum": lambda: momentum_sum_case(333, seed=3, grad_dtype=torch.float32, shift=WORD),
     }
     name = "momentum_sum" if operation == "momentum_sum" else "amsgrad_apply"

@@ -39,7 +39,7 @@ from tests.unit.markov_cases import (
 )
 from tests.unit.sign_cases import BETA, GRADIENT, GRADIENTS, RUNS, in_flat
 from tests.unit.test_kernels_sums import adversarial, in_order
-from thinwire.kernels.reference.markov import GREETING, ORDINARY, RECALL
+from thinwire.kernels.modes import Say
 
 WORKERS = (1, 2, 3, 4, 5, 7, 8, 16, 33)
 
@@ -86,7 +86,7 @@ def test_markov_encode_with_gradients_that_are_not_finite(
         case = markov_encode_case(
             count, seed=count, grad_dtype=grad_dtype, momentum=momentum, mode=mode, alive=alive, finite=False
         )
-        assert same_everywhere("markov_encode", **case) is (mode != RECALL)
+        assert same_everywhere("markov_encode", **case) is (mode != Say.RECALL)
         assert bool(case["sums"].isfinite().all())
 
 
@@ -99,7 +99,7 @@ def test_markov_encode_of_huge_memories(momentum: bool, mode: int) -> None:
         at = Places(case["runs"]).element
         case["known"][at] = hard_gradient(1000, torch.float32, random(0))
         blamed = same_everywhere("markov_encode", **case)
-        assert blamed is (grad_dtype is not None and mode != RECALL)
+        assert blamed is (grad_dtype is not None and mode != Say.RECALL)
         assert bool(case["sums"].isfinite().all())
 
 
@@ -142,11 +142,11 @@ def test_markov_encode_is_the_formula(backend: str, mode: int, momentum: bool, g
     else:
         meant = np.float32(g).astype(np.float64)
     known_new = double(case["known"])[own]
-    if mode == RECALL:
+    if mode == Say.RECALL:
         meant, before = known, np.zeros(500)
     else:
         before = np.float32(known + message).astype(np.float64)
-    remembered = mode == GREETING and case["m"] is None
+    remembered = mode == Say.GREETING and case["m"] is None
     assert_sum(known_new, np.where(living | (not remembered), before, meant))
     change = meant - before
     clear = ~living | (np.abs(change) > 1e-6 * (np.abs(meant) + np.abs(before)) + 1e-30) | (change == 0)
@@ -183,7 +183,7 @@ def test_what_is_said_is_what_is_sent(backend: str, mode: int, momentum: bool) -
 @each_momentum
 def test_the_sums_have_the_order(backend: str, momentum: bool) -> None:
     """Words by halves in float32, then word after word in double, and what is not alive counts nothing."""
-    case = markov_encode_case(1500, seed=3, pieces=5, momentum=momentum, grad_dtype=None, mode=ORDINARY)
+    case = markov_encode_case(1500, seed=3, pieces=5, momentum=momentum, grad_dtype=None, mode=Say.ORDINARY)
     places = Places(case["runs"])
     values = torch.from_numpy(adversarial(1500, 2))
     case["known"].copy_(in_flat(torch.zeros(1500) if momentum else -values, 3))

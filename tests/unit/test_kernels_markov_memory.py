@@ -13,7 +13,7 @@ from tests.unit.formulas import Places, double
 from tests.unit.kernel_cases import WORD, allocation, each_backend, guarded, kernels_of, random, random_words
 from tests.unit.markov_cases import each_life, each_momentum, markov_difference_case, markov_encode_case
 from tests.unit.sign_cases import GRADIENTS, in_flat
-from thinwire.kernels.reference.markov import GREETING, ORDINARY, RECALL
+from thinwire.kernels.modes import Say
 
 # What is said adds up ------------------------------------------------------------------------------------------------
 
@@ -81,11 +81,11 @@ def test_a_greeting_and_what_follows_are_an_ordinary_message(backend: str, momen
         case["spoke"].zero_()
     with kernels_of(backend) as kernels:
         kernels.markov_encode(**(direct | {"alive": awake}))
-        kernels.markov_encode(**(greeting | {"alive": torch.zeros_like(awake), "mode": GREETING}))
+        kernels.markov_encode(**(greeting | {"alive": torch.zeros_like(awake), "mode": Say.GREETING}))
         meant = double(greeting["m" if momentum else "known"])[own]
         np.testing.assert_array_equal(places.bits(greeting["packets"]), meant != 0)
         assert not greeting["sums"].any()
-        again = {"alive": awake, "grad": None, "mode": ORDINARY if momentum else RECALL}
+        again = {"alive": awake, "grad": None, "mode": Say.ORDINARY if momentum else Say.RECALL}
         kernels.markov_encode(**(greeting | again))
     for name in ("packets", "said", "known", "m"):
         if direct[name] is not None:
@@ -118,12 +118,12 @@ def encoded(
 
 @each_backend
 @each_life
-@pytest.mark.parametrize("mode", [ORDINARY, GREETING], ids=["ordinary", "greeting"])
+@pytest.mark.parametrize("mode", [Say.ORDINARY, Say.GREETING], ids=["ordinary", "greeting"])
 @pytest.mark.parametrize("grad_dtype", GRADIENTS, ids=str)
 def test_a_bad_gradient_says_what_was_said_before(backend: str, mode: int, grad_dtype: torch.dtype, alive: str) -> None:
     """As if the gradient were what is known already; the other elements are what they are without it."""
     gradient = torch.randn(200, generator=random(1)).to(grad_dtype)
-    good, ordinary = encoded(backend, gradient, mode=ORDINARY, momentum=False, alive=alive)
+    good, ordinary = encoded(backend, gradient, mode=Say.ORDINARY, momentum=False, alive=alive)
     assert good is False
     before = ordinary["known"][Places(ordinary["runs"]).element]
     for where, bad in BAD:
@@ -141,7 +141,7 @@ def test_a_bad_gradient_says_what_was_said_before(backend: str, mode: int, grad_
 
 @each_backend
 @each_life
-@pytest.mark.parametrize("mode", [ORDINARY, GREETING], ids=["ordinary", "greeting"])
+@pytest.mark.parametrize("mode", [Say.ORDINARY, Say.GREETING], ids=["ordinary", "greeting"])
 @pytest.mark.parametrize("grad_dtype", GRADIENTS, ids=str)
 def test_a_momentum_keeps_its_value_when_the_gradient_is_bad(
     backend: str, mode: int, grad_dtype: torch.dtype, alive: str

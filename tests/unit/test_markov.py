@@ -180,7 +180,7 @@ def fused(kernels: Kernels = NATIVE) -> Make:
 
 
 def general(kernels: Kernels = NATIVE, ratio: float | None = None) -> Make:
-    codec = functools.partial(Sign, kernels, "l1") if ratio is None else functools.partial(TopK, kernels, ratio)
+    codec = functools.partial(Sign, kernels) if ratio is None else functools.partial(TopK, kernels, ratio)
     return lambda layout, node: Markov(layout, node, kernels, codec)
 
 

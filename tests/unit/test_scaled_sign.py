@@ -15,8 +15,8 @@ import torch
 
 from tests.unit.formulas import Array, double, sign_of
 from tests.unit.kernel_cases import REFERENCE, each_state
+from thinwire.kernels.modes import Output
 from thinwire.kernels.ops import Kernels
-from thinwire.schemes import scaled_sign
 from thinwire.schemes.scaled_sign import ScaledSign
 from thinwire.wire.buckets import WORD, Layout
 from thinwire.wire.mail import Mail, Part
@@ -219,7 +219,7 @@ def test_local_steps_are_kept_until_they_are_said() -> None:
                     scale=1.0,
                     rate=0.25,
                     packets=packets,
-                    output=scaled_sign.NOTHING if packets is None else scaled_sign.SIGNS,
+                    output=Output.NOTHING if packets is None else Output.SIGNS,
                 ),
             )
             if local:

@@ -13,10 +13,8 @@ from torch import Tensor
 
 from thinwire.codecs.count_sketch import CountSketch
 from thinwire.kernels import native, reference
+from thinwire.kernels.modes import Output, Say, Source
 from thinwire.kernels.ops import BACKENDS
-from thinwire.kernels.reference.amsgrad import SIGNS
-from thinwire.kernels.reference.markov import ORDINARY
-from thinwire.schemes import scaled_sign
 from thinwire.wire.packet import HEADER_BYTES
 
 _VOTERS = 8
@@ -165,7 +163,7 @@ def _sign_cases(grad: Tensor) -> list[_Case]:
         return lambda: kernels.sign_merge(runs, rows, y, packets, **known)
 
     def encode_momentum(c: Tensor) -> Callable[[], object]:
-        rule = {"beta": 0.9, "weight": 0.1, "scale": 1.0, "rate": 1e-3, "shift": 0, "output": scaled_sign.SIGNS}
+        rule = {"beta": 0.9, "weight": 0.1, "scale": 1.0, "rate": 1e-3, "shift": 0, "output": Output.SIGNS}
         return lambda: kernels.momentum_encode(runs, grad, m, c, packets, sent_scales=scales, sums=sums, **rule)
 
     def apply() -> None:
@@ -232,7 +230,7 @@ def _markov_cases(grad: Tensor) -> list[_Case]:
     def encode(momentum: Tensor | None) -> Callable[[], object]:
         known = torch.zeros(elements)
         words = (said, alive, alive)
-        rule = {"beta": 0.9, "weight": 0.1, "scale": 1.0, "shift": 0, "mode": ORDINARY}
+        rule = {"beta": 0.9, "weight": 0.1, "scale": 1.0, "shift": 0, "mode": Say.ORDINARY}
         return lambda: kernels.markov_encode(
             runs, grad, momentum, known, *words, packets, sent_scales=scales, sums=sums, **rule
         )
@@ -243,7 +241,7 @@ def _markov_cases(grad: Tensor) -> list[_Case]:
     def apply() -> None:
         step = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "rate": 1e-3, "correction": 1.0, "decay": 0.9999}
         states = (followed, m, v, peak)
-        kernels.amsgrad_apply(runs, x, None, *states, packets, scales, alive, **step, source=SIGNS)
+        kernels.amsgrad_apply(runs, x, None, *states, packets, scales, alive, **step, source=Source.SIGNS)
 
     return [
         _Case("Markov encode, time in memcpys", encode(None), 12.625, judged="time"),

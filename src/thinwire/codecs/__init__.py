@@ -34,6 +34,14 @@ class Codec(abc.ABC):
         """
 
 
+class Projection(Codec):
+    """One whose rest, what it leaves out, is orthogonal to what it says: the more it says the less is left."""
+
+    @abc.abstractmethod
+    def square_sum(self, packet: Tensor, length: int) -> float:
+        """The square of the norm of what the packet of a vector of `length` elements says."""
+
+
 class AddingCodec(Codec):
     """One whose encodings are float32 numbers that may be summed, by whoever and without decoding them."""
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from thinwire._checks import is_integer
 from thinwire.codecs import AddingCodec
 from thinwire.kernels import rng
 from thinwire.kernels.ops import Kernels
@@ -41,9 +42,9 @@ class CountSketch(AddingCodec):
     """
 
     def __init__(self, kernels: Kernels, rows: int, columns: int, seed: int = 0) -> None:
-        if not isinstance(rows, int) or not 1 <= rows <= MAX_ROWS:
+        if not is_integer(rows, 1, MAX_ROWS):
             raise ValueError(f"rows={rows!r}: expected an integer from 1 to {MAX_ROWS}")
-        if not isinstance(columns, int) or not 1 <= columns <= MAX_COLUMNS:
+        if not is_integer(columns, 1, MAX_COLUMNS):
             raise ValueError(f"columns={columns!r}: expected an integer from 1 to 2**30")
         self._kernels = kernels
         self.rows, self.columns = rows, columns

@@ -7,62 +7,43 @@ but what they write is this.
 
 from __future__ import annotations
 
-import math
-import struct
-from typing import Literal
-
 import torch
 from torch import Tensor
 
-from thinwire.codecs import Codec
+from thinwire.codecs import Projection
+from thinwire.kernels.modes import Say, Source
 from thinwire.kernels.ops import Kernels
-from thinwire.kernels.reference.amsgrad import SIGNS
-from thinwire.kernels.reference.markov import ORDINARY
 
 _WORD = 64
 _WORD_BYTES = 8
-SCALE = struct.Struct("<f")
-
-Norm = Literal["l1", "l2"]
 
 
-def nbytes(length: int) -> int:
-    """How many bytes the signs of so many elements and their scale take."""
-    return scale_at(length) + _WORD_BYTES
-
-
-def scale_at(length: int) -> int:
-    """The byte at which the scale of so many elements stands."""
-    return _WORD_BYTES * _words(length)
-
-
-def signs_of(packets: Tensor, length: int) -> Tensor:
-    """The words of packets of so many elements, which are bytes in the last dimension."""
-    return packets[..., : scale_at(length)].view(torch.int64)
-
-
-def scales_of(packets: Tensor, length: int) -> Tensor:
-    """The scale of each packet."""
-    at = scale_at(length)
-    return packets[..., at : at + SCALE.size].view(torch.float32)[..., 0]
-
-
-class Sign(Codec):
-    """One bit an element.
+class Sign(Projection):
+    """One bit an element. The scale is ‖c‖₁/len, with which least is left out.
 
     Args:
         kernels: the backend.
-        norm: of which the scale is made: "l1" for ‖c‖₁/len, with which the error is smallest, or "l2" for ‖c‖₂/√len,
-            which keeps the length.
     """
 
-    def __init__(self, kernels: Kernels, norm: Norm = "l1") -> None:
+    def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
-        self._norm: Norm = norm
 
     def nbytes(self, length: int) -> int:
         """See `Codec`."""
-        return nbytes(length)
+        return self.scale_at(length) + _WORD_BYTES
+
+    def scale_at(self, length: int) -> int:
+        """The byte at which the scale of so many elements stands, as a float32."""
+        return _WORD_BYTES * _words(length)
+
+    def signs_of(self, packets: Tensor, length: int) -> Tensor:
+        """The words of packets of so many elements, which are bytes in the last dimension."""
+        return packets[..., : self.scale_at(length)].view(torch.int64)
+
+    def scales_of(self, packets: Tensor, length: int) -> Tensor:
+        """The scale of each packet."""
+        at = self.scale_at(length)
+        return packets[..., at : at + torch.float32.itemsize].view(torch.float32)[..., 0]
 
     def encode(self, values: Tensor, packet: Tensor) -> None:
         """See `Codec`."""
@@ -84,34 +65,47 @@ class Sign(Codec):
             weight=1.0,
             scale=1.0,
             shift=0,
-            mode=ORDINARY,
+            mode=Say.ORDINARY,
         )
-        total, squares, _ = sums[0].tolist()
-        scale = total / max(length, 1) if self._norm == "l1" else math.sqrt(squares / max(length, 1))
-        scales_of(packet, length).fill_(scale)
+        self.scales_of(packet, length).fill_(float(sums[0, 0]) / max(length, 1))
 
     def decode(self, packet: Tensor, values: Tensor, weight: float = 1.0) -> None:
         """See `Codec`."""
-        words = _words(values.numel())
-        self._kernels.amsgrad_apply(
+        add_signs(
+            self._kernels,
             _run(values.numel()),
-            None,
-            None,
             values,
-            None,
-            None,
-            None,
             packet,
-            scales_of(packet, values.numel()).reshape(1) * weight,
-            ~torch.zeros(words, dtype=torch.int64),
-            beta1=0.0,
-            beta2=0.0,
-            eps=0.0,
-            rate=0.0,
-            correction=0.0,
-            decay=1.0,
-            source=SIGNS,
+            self.scales_of(packet, values.numel()).reshape(1) * weight,
+            ~torch.zeros(_words(values.numel()), dtype=torch.int64),
         )
+
+    def square_sum(self, packet: Tensor, length: int) -> float:
+        """See `Projection`."""
+        return float(self.scales_of(packet, length)) ** 2 * length
+
+
+def add_signs(kernels: Kernels, runs: Tensor, values: Tensor, packets: Tensor, scales: Tensor, alive: Tensor) -> None:
+    """Add a packet's signs, times the scale of each run's shard, to those values that are `alive`."""
+    kernels.amsgrad_apply(
+        runs,
+        None,
+        None,
+        values,
+        None,
+        None,
+        None,
+        packets,
+        scales,
+        alive,
+        beta1=0.0,
+        beta2=0.0,
+        eps=0.0,
+        rate=0.0,
+        correction=0.0,
+        decay=1.0,
+        source=Source.SIGNS,
+    )
 
 
 def _words(length: int) -> int:

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from thinwire.codecs import Codec
+from thinwire.codecs import Projection
 from thinwire.kernels.ops import Kernels
 
 _ENTRY_BYTES = 8
@@ -23,7 +23,7 @@ def check_ratio(ratio: float) -> None:
         raise ValueError(f"ratio={ratio!r}: expected a number in (0, 1], the share of elements that travel")
 
 
-class TopK(Codec):
+class TopK(Projection):
     """Eight bytes for each of the largest elements; of equal ones the first.
 
     An instance is for one thread at a time.
@@ -59,6 +59,10 @@ class TopK(Codec):
         indices, amounts = self._entries(packet)
         if not self._kernels.sparse_add(values, indices, amounts, weight=weight):
             raise ValueError(f"a packet of top-k has indices beyond the {values.numel()} elements that there are")
+
+    def square_sum(self, packet: Tensor, length: int) -> float:
+        """See `Projection`."""
+        return self._kernels.square_sum(self._entries(packet)[1])
 
     def _count(self, length: int) -> int:
         return math.ceil(self._ratio * length)

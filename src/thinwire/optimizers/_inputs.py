@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from thinwire._checks import MANY, is_integer
 from thinwire.wire.buckets import is_dense
 from thinwire.wire.mail import memory_of
 
@@ -62,5 +63,5 @@ def check_seed(seed: int) -> None:
     Raises:
         ValueError: naming the argument.
     """
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+    if not is_integer(seed, 0, MANY):
         raise ValueError(f"seed={seed!r}: expected an integer in [0, 2**63)")

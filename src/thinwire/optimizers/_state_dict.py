@@ -31,15 +31,24 @@ def label(optimizer: WireOptimizer, group: dict[str, Any]) -> None:
 
 
 def _buckets(optimizer: WireOptimizer) -> str:
-    return f"bucket_mb={optimizer._bucket_mb}" if optimizer._state_has_buckets else "any"
+    # Slices are cut out of buckets.
+    cut = optimizer._state_has_buckets or optimizer._topology.slices > 1
+    return f"bucket_mb={optimizer._bucket_mb}" if cut else "any"
 
 
 def install(optimizer: WireOptimizer) -> None:
     """Register the hooks."""
-    # In a hierarchical topology it is a lane that writes the state.
-    optimizer.register_state_dict_pre_hook(lambda registered: cast("WireOptimizer", registered)._drain())
+    optimizer.register_state_dict_pre_hook(_refuse_half_a_step)
     optimizer.register_load_state_dict_pre_hook(_take_out)
     optimizer.register_load_state_dict_post_hook(_copy_in)
+
+
+def _refuse_half_a_step(registered: Optimizer) -> None:
+    if any(cast("WireOptimizer", registered)._encoded):
+        raise RuntimeError(
+            "state_dict() between backward and step(): gradients of this step have been sent already, and the state is "
+            "neither that before it nor that after it. Save after step()"
+        )
 
 
 def _take_out(registered: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -98,8 +107,8 @@ def _check_label(optimizer: WireOptimizer, group: dict[str, Any]) -> None:
         )
     if buckets != _buckets(optimizer):
         raise ValueError(
-            f"the state dict is of {buckets}, this optimizer has {_buckets(optimizer)}: it has a scale for each shard "
-            "of a bucket, so resume with the bucket_mb that was saved"
+            f"the state dict is of {buckets}, this optimizer has {_buckets(optimizer)}: what a rank keeps "
+            "belongs to shards or slices of buckets, so resume with the bucket_mb that was saved"
         )
     if rank != peers.rank:
         _warn(f"the state of rank {rank} is loaded on rank {peers.rank}: save and load one state dict a rank")

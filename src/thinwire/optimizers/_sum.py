@@ -69,11 +69,13 @@ class Sum:
             bucket = part.frame.bucket
             presence.now[bucket.index] = part.presence
             if self._node is None:
-                self._dense.encode(part, self._floats, 1.0)
+                with link.meter.encode:
+                    self._dense.encode(part, self._floats, 1.0)
             else:
                 self._node.stage(0, bucket, self._floats, 1.0)
             traffic.submit(Job(part.frame, step, flags), presence, encode_mean, gradients=True)
-        traffic.drain()
+        with link.meter.exposed_wait:
+            traffic.drain()
         for part in mail.parts[0]:
             for _, start, count, byte, *_ in part.down_runs.tolist():
                 self._floats[start : start + count] = mail.answers[byte : byte + 4 * count].view(torch.float32)

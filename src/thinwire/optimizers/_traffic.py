@@ -165,7 +165,8 @@ class Traffic:
         self._send(trip, job, presence)
 
     def _send(self, trip: _Trip, job: Job, presence: Presence) -> None:
-        trip.scheme.seal(job.frame)
+        with self.link.meter.seal:
+            trip.scheme.seal(job.frame)
         trip.mail.write_presence(job.frame, presence.of(job.frame.bucket.index))
         trip.exchange.send(job)
         self._answering.submit(functools.partial(self._answer, trip, job))

@@ -14,6 +14,8 @@ from typing import Literal
 
 import torch
 
+from thinwire._checks import MANY, is_integer
+
 _LOG = logging.getLogger("thinwire")
 
 Length = int | Literal["auto"]
@@ -33,7 +35,7 @@ def check(warmup_steps: Length, beta2: float) -> None:
     """
     window = window_of(beta2)
     if warmup_steps != "auto":
-        if isinstance(warmup_steps, bool) or not isinstance(warmup_steps, int) or warmup_steps < 1:
+        if not is_integer(warmup_steps, 1, MANY):
             raise ValueError(f"warmup_steps={warmup_steps!r}: expected 'auto' or a positive number of steps")
         if warmup_steps < window:
             raise ValueError(
@@ -50,7 +52,7 @@ def warn_of_dense_run(warmup_steps: Length, total_steps: int | None, beta2: floa
     """
     if total_steps is None:
         return
-    if isinstance(total_steps, bool) or not isinstance(total_steps, int) or total_steps < 1:
+    if not is_integer(total_steps, 1, MANY):
         raise ValueError(f"total_steps={total_steps!r}: expected a positive number of steps, or None")
     least = (_CHECKS + 1) * _steps_between_checks(beta2) if warmup_steps == "auto" else warmup_steps
     if least >= total_steps:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import ParamsT
 
 from thinwire.kernels import rng
-from thinwire.optimizers._base import WireOptimizer
+from thinwire.optimizers._greeting import Greeting
 from thinwire.optimizers._inputs import check_seed
 from thinwire.optimizers._state import State
 from thinwire.schemes import Scheme
@@ -29,7 +29,7 @@ from thinwire.wire.mail import Part
 from thinwire.wire.topology import Choice
 
 
-class Birder(WireOptimizer):
+class Birder(Greeting):
     r"""Birder (Peng et al., NeurIPS 2023): a 1-bit adaptive optimizer for data-parallel training.
 
     Worker i, from its own gradient g, with one β for both averages::
@@ -182,11 +182,9 @@ class Birder(WireOptimizer):
         if self._votes is not None:
             self._votes.begin_step(self._step_number, rng.owner_key(self._seed, self._step_number))
 
-    def _first_flags(self) -> int:
-        return packet.GREETING if self._greets() else 0
-
-    def _greets(self) -> bool:
-        return self._step_number == 1 and self._votes is not None
+    @property
+    def _has_hellos(self) -> bool:
+        return self._votes is not None
 
     def _local(self, position: int, part: Part, grad: Tensor | None, group: dict[str, Any], scale: float) -> bool:
         rule = {
@@ -208,8 +206,7 @@ class Birder(WireOptimizer):
         self._hear_everybody()  # the greeting: nobody was alive, so all bits were hellos
         if flags & packet.NONFINITE:
             return flags
-        self._flags_sent &= ~packet.GREETING
-        return self._exchange_again(self._channel_now())
+        return self._exchange_after_greeting()
 
     def _apply(
         self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None, group: dict[str, Any]

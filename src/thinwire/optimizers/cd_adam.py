@@ -17,8 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import ParamsT
 
 from thinwire.codecs.topk import TopK, check_ratio
-from thinwire.kernels.reference.amsgrad import FLOATS, HELD, SIGNS
+from thinwire.kernels.modes import Source
 from thinwire.optimizers._adam import AdamLike, correction, root_correction, signed
+from thinwire.optimizers._greeting import Greeting
 from thinwire.optimizers._state import State
 from thinwire.schemes import Scheme
 from thinwire.schemes.dense import Dense
@@ -32,7 +33,7 @@ CodecName = Literal["sign", "topk"]
 Compress = Literal["gradient", "momentum"]
 
 
-class CDAdam(AdamLike):
+class CDAdam(Greeting, AdamLike):
     r"""CD-Adam (Wang, Lin and Chen, AISTATS 2022): compressed AMSGrad, no warm-up and nothing frozen.
 
     Workers and owners send how far what they have to say is from what is known of it. With C(y) = ‖y‖₁/len · sign(y)
@@ -185,11 +186,9 @@ class CDAdam(AdamLike):
         if self._signs is not None:
             self._signs.begin_step(greeting=self._greets())
 
-    def _greets(self) -> bool:
-        return self._step_number == 1 and self._signs is not None
-
-    def _first_flags(self) -> int:
-        return packet.GREETING if self._greets() else 0
+    @property
+    def _has_hellos(self) -> bool:
+        return self._signs is not None
 
     def _local(self, position: int, part: Part, grad: Tensor | None, group: dict[str, Any], scale: float) -> bool:
         scale = signed(scale, group)
@@ -203,8 +202,7 @@ class CDAdam(AdamLike):
                 self._signs.give_up()
                 return flags
             self._signs.recall(told=self._average is not None)
-            self._flags_sent &= ~packet.GREETING
-            flags = self._exchange_again(self._channel_now())
+            flags = self._exchange_after_greeting()
         if self._markov is not None:
             self._markov.hear()
         if flags & packet.NONFINITE:
@@ -235,7 +233,7 @@ class CDAdam(AdamLike):
                 rate=lr * correction(beta1, updates),
                 correction=root_correction(beta2, updates),
                 decay=1.0 - lr * group["weight_decay"],
-                source=FLOATS if markov is None else HELD if signs is None else SIGNS,
+                source=Source.FLOATS if markov is None else Source.HELD if signs is None else Source.SIGNS,
             )
 
     def _conclude(self) -> None:

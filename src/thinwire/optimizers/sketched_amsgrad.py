@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import ParamsT
 
+from thinwire._checks import is_integer
 from thinwire.codecs.count_sketch import PRIME, CountSketch
 from thinwire.codecs.dense import Floats
 from thinwire.optimizers._adam import AdamLike, signed
@@ -140,6 +141,11 @@ class SketchedAMSGrad(AdamLike):
             bucket_mb=bucket_mb,
         )
 
+    def _check_group(self, group: dict[str, Any]) -> None:
+        super()._check_group(group)
+        if group["eps"] < torch.finfo(torch.float32).tiny:
+            raise ValueError(f"eps={group['eps']!r}: expected a number that float32 has too, such as 1e-4")
+
     def _settings(self) -> dict[str, Any]:
         return {"rows": self._rows, "columns": self._columns, "k": self._k, "seed": self._seed}
 
@@ -148,7 +154,7 @@ class SketchedAMSGrad(AdamLike):
         if layout.size >= PRIME:
             raise ValueError(f"{elements} parameters: a count sketch tells at most 2**31 - 1 apart")
         k = min(elements, max(32, math.ceil(elements / 100))) if self._k is None else self._k
-        if not isinstance(k, int) or not min(elements, 1) <= k <= elements:
+        if not is_integer(k, min(elements, 1), elements):
             raise ValueError(f"k={k!r}: expected an integer from 1 to the number of parameters, {elements}")
         columns = max(64, math.ceil(elements / 50)) if self._columns is None else self._columns
         sketch = CountSketch(self._kernels, self._rows, columns, self._seed)
@@ -171,17 +177,21 @@ class SketchedAMSGrad(AdamLike):
         self._indices = torch.zeros(k, dtype=torch.int32)
         self._picked = 0
         self._ranges = torch.tensor([[slot.start, slot.numel] for slot in layout.slots], dtype=torch.int64).view(-1, 2)
+        self._slot_edges = _edges([(slot.start, slot.start + slot.numel) for slot in layout.slots])
+        self._own_edges = _edges([(b.own_start, b.own_start + b.slice_elements) for b in layout.buckets])
         self._moving: list[int] = []
         """Positions of the parameters that have a gradient on some worker, and a learning rate."""
         into = None if self._sketches is None else (sketch, self._sketches.packets[0])
         return {LOCAL: Sketching(self._error, into)}, state
 
     def _before_exchange(self) -> None:
+        # What is sent depends on the learning rate, so the one that counts is that of when the sending begins.
+        self._rates_now = [float(group["lr"]) for group in self.param_groups]
         if self._sketches is not None:
             self._sketches.packets[0].zero_()
 
     def _local(self, position: int, part: Part, grad: Tensor | None, group: dict[str, Any], scale: float) -> bool:
-        lr, before, beta = float(group["lr"]), self._rates.now[position], group["betas"][0]
+        lr, before, beta = self._rate_of(position), self._rates.now[position], group["betas"][0]
         return self._kernels.momentum_sum(
             part.up_runs,
             grad,
@@ -195,16 +205,19 @@ class SketchedAMSGrad(AdamLike):
             shift=part.frame.bucket.state_shift,
         )
 
+    def _rate_of(self, position: int) -> float:
+        return self._rates_now[self._group_index[position]]
+
     def _settle(self, flags: int) -> int:
         self._moving = super()._present()
         if self._sketches is not None:
             flags |= self._merge(self._sketches, flags)
-        self._moving = [position for position in self._moving if float(self._group_of(position)["lr"]) > 0]
+        self._moving = [position for position in self._moving if self._rate_of(position) > 0]
         if not flags & packet.NONFINITE:
             with self._meter.apply:
                 self._pick()
                 self._take_out()
-            flags |= self._exchange(self._values, flags)
+            flags |= self._values.exchange(self._open_traffic(), self._step_number, flags)
         return flags
 
     def _merge(self, sketches: Sum, flags: int) -> int:
@@ -212,13 +225,10 @@ class SketchedAMSGrad(AdamLike):
         marks = sketches.packets[1].view(torch.float32)
         marks.zero_()
         marks[self._moving] = 1.0
-        seen = self._exchange(sketches, flags)
-        self._moving = [position for position in range(len(self._flat_params)) if marks[position] > 0]
+        seen = sketches.exchange(self._open_traffic(), self._step_number, flags)
+        marked = marks.tolist()
+        self._moving = [position for position in range(len(self._flat_params)) if marked[position] > 0]
         return seen
-
-    def _exchange(self, sum_of: Sum, flags: int) -> int:
-        with self._meter.exposed_wait:
-            return sum_of.exchange(self._open_traffic(), self._step_number, flags)
 
     def _pick(self) -> None:
         """Find the coordinates to fetch."""
@@ -236,14 +246,12 @@ class SketchedAMSGrad(AdamLike):
         momenta, gradients = (values.view(torch.float32) for values in self._values.packets)
         momenta.zero_()
         gradients.zero_()
-        bounds = [(b.own_start, b.own_start + b.slice_elements) for b in self._layout.buckets]
-        for bucket, (low, high) in zip(self._layout.buckets, _between(indices, bounds), strict=True):
+        for bucket, (low, high) in zip(self._layout.buckets, _between(indices, self._own_edges), strict=True):
             own = indices[low:high] - bucket.state_shift
             torch.index_select(self._error, 0, own, out=momenta[low:high])
             torch.index_select(self._gradient, 0, own, out=gradients[low:high])
             self._error.index_fill_(0, own.long(), 0.0)
-        slots = [(slot.start, slot.start + slot.numel) for slot in self._layout.slots]
-        self._picked_of = _between(indices, slots)
+        self._picked_of = _between(indices, self._slot_edges)
 
     def _present(self) -> list[int]:
         return self._moving
@@ -252,7 +260,11 @@ class SketchedAMSGrad(AdamLike):
         self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None, group: dict[str, Any]
     ) -> None:
         slot, lr = self._layout.slots[position], float(group["lr"])
-        mine = slice(*self._picked_of[position])
+        decay = 1.0 - lr * group["weight_decay"]
+        first, last = self._picked_of[position]
+        if first == last and decay == 1.0 and low is None:
+            return
+        mine = slice(first, last)
         momenta, gradients = (values.view(torch.float32) for values in self._values.packets)
         self._kernels.sparse_amsgrad(
             x,
@@ -266,17 +278,21 @@ class SketchedAMSGrad(AdamLike):
             beta2=group["betas"][1],
             eps=group["eps"],
             rate=lr,
-            decay=1.0 - lr * group["weight_decay"],
+            decay=decay,
         )
 
     def _end_step(self) -> None:
         for position in range(len(self._flat_params)):
-            self._rates.now[position] = float(self._group_of(position)["lr"]) or self._rates.now[position]
+            self._rates.now[position] = self._rate_of(position) or self._rates.now[position]
         super()._end_step()
 
 
-def _between(indices: Tensor, bounds: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """For each pair of bounds the stretch of the ascending `indices` that lies between them."""
-    edges = torch.tensor(bounds, dtype=indices.dtype).view(-1)
+def _edges(stretches: Sequence[tuple[int, int]]) -> Tensor:
+    """Stretches of the flat space as `_between` wants them."""
+    return torch.tensor(stretches, dtype=torch.int32).view(-1)
+
+
+def _between(indices: Tensor, edges: Tensor) -> list[tuple[int, int]]:
+    """For each stretch the part of the ascending `indices` that lies within it."""
     places = torch.searchsorted(indices, edges).tolist()
     return list(zip(places[::2], places[1::2], strict=True))

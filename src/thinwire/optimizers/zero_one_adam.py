@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import ParamsT
 
+from thinwire._checks import MANY, is_integer
+from thinwire.kernels.modes import Output
 from thinwire.optimizers._adam import (
     DENSE,
     SIGNS,
@@ -28,7 +30,7 @@ from thinwire.optimizers._adam import (
 from thinwire.optimizers._intervals import Interval, local_interval, variance_steps
 from thinwire.optimizers._paper import LOCAL
 from thinwire.optimizers._state import State
-from thinwire.schemes import Scheme, scaled_sign
+from thinwire.schemes import Scheme
 from thinwire.schemes.local import Alone, AmongNode
 from thinwire.schemes.scaled_sign import ScaledSign
 from thinwire.wire import packet
@@ -147,7 +149,7 @@ class ZeroOneAdam(AdamFamily):
             "local_step_clipper": local_step_clipper,
         }
         for name, value in schedule.items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if not is_integer(value, 1, MANY):
                 raise ValueError(f"{name}={value!r}: expected a positive number of steps")
         if var_freeze_step < var_update_scaler:
             raise ValueError(
@@ -282,7 +284,7 @@ class ZeroOneAdam(AdamFamily):
             scale=scale,
             rate=self._rates[self._group_index[position]],
             packets=self._channel.mail.sent,
-            output=self._own.output if self._on(LOCAL) else scaled_sign.SIGNS,
+            output=self._own.output if self._on(LOCAL) else Output.SIGNS,
         )
 
     def _settle(self, flags: int) -> int:

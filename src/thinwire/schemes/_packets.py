@@ -2,22 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import struct
 
 import torch
+from torch import Tensor
 
-from thinwire.wire.buckets import WORD, Layout
-from thinwire.wire.mail import WORD_BYTES, Payload
+from thinwire.codecs import Codec
+from thinwire.codecs.sign import Sign
+from thinwire.wire.buckets import WORD, Bucket, Layout
+from thinwire.wire.mail import WORD_BYTES, Frame, Mail, Payload
 from thinwire.wire.packet import HEADER_BYTES
 
+_SCALE = struct.Struct("<f")
 
-def payload_of(nbytes: Callable[[int], int]) -> Payload:
-    """What packets carry when a codec that takes `nbytes(elements)` bytes fills them, up and down."""
+
+def payload_of(codec: Codec) -> Payload:
+    """What packets carry when a codec fills them, up and down."""
 
     def words(shard_words: int) -> int:
-        return nbytes(WORD * shard_words) // WORD_BYTES
+        return codec.nbytes(WORD * shard_words) // WORD_BYTES
 
     return Payload(up_words=words, down_words=words)
+
+
+class SignPackets:
+    """Packets of signs and scales, and the sums that scales are made of.
+
+    Args:
+        mail: the packets.
+        codec: what they carry.
+        sums: how many sums a run has.
+    """
+
+    def __init__(self, mail: Mail, codec: Sign, sums: int) -> None:
+        self.mail = mail
+        self._codec = codec
+        self.sums: list[Tensor] = []
+        """For every part the sums of each of its runs."""
+        self._of_shard: list[list[Tensor]] = [[] for _ in range(mail.layout.shards)]
+        for part in (part for parts in mail.parts for part in parts):
+            of_part = torch.zeros(part.up_runs.shape[0], sums, dtype=torch.float64)
+            self.sums.append(of_part)
+            for run, number in enumerate(part.up_runs[:, 5].tolist()):
+                self._of_shard[number].append(of_part[run])
+        self.answers: list[tuple[Bucket, Tensor, Tensor]] = []
+        """For every bucket the signs and scales of its answers, a row a shard."""
+        for frame in mail.frames:
+            payloads, length = frame.answers[:, HEADER_BYTES:], frame.bucket.shard_elements
+            self.answers.append((frame.bucket, codec.signs_of(payloads, length), codec.scales_of(payloads, length)))
+
+    def sums_of(self, number: int) -> list[list[float]]:
+        """The sums of all runs of a shard."""
+        return [of_run.tolist() for of_run in self._of_shard[number]]
+
+    def received_scales(self, frame: Frame) -> Tensor:
+        """The scale of what each worker has sent."""
+        return self._codec.scales_of(frame.received[:, HEADER_BYTES:], frame.bucket.shard_elements).contiguous()
+
+    def write_sent(self, frame: Frame, row: int, scale: float) -> None:
+        """Put a scale into a packet to be sent."""
+        at = frame.sent_at + row * frame.sent.shape[1] + self._scale_at(frame)
+        _SCALE.pack_into(self.mail.sent_memory, at, scale)
+
+    def write_answer(self, frame: Frame, shard: int, scale: float) -> None:
+        """Put a scale into an answer."""
+        at = frame.answers_at + shard * frame.answers.shape[1] + self._scale_at(frame)
+        _SCALE.pack_into(self.mail.answers_memory, at, scale)
+
+    def _scale_at(self, frame: Frame) -> int:
+        return HEADER_BYTES + self._codec.scale_at(frame.bucket.shard_elements)
 
 
 class OwnedRuns:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from thinwire.kernels.modes import Output
 from thinwire.schemes.dense import Dense
-from thinwire.schemes.scaled_sign import MOMENTUM, NOTHING
 from thinwire.wire.mail import Frame, Mail, Part, Payload
 
 NOTHING_TRAVELS = Payload(up_words=lambda _: 0, down_words=lambda _: 0, element_bits=0, in_place=True)
@@ -20,7 +20,7 @@ class Alone:
     """
 
     payload = NOTHING_TRAVELS
-    output = NOTHING
+    output = Output.NOTHING
 
     def __init__(self, m: Tensor) -> None:
         self._values = m.view(torch.uint8)
@@ -47,7 +47,7 @@ class Alone:
 class AmongNode(Dense):
     """A worker of several ranks: each tells the others the momentum of its slice."""
 
-    output = MOMENTUM
+    output = Output.MOMENTUM
 
     def momentum(self, part: Part) -> tuple[Tensor, Tensor]:
         """Runs, and the memory in which they find a part's momentum."""

@@ -14,11 +14,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from thinwire.codecs import Codec, sign
+from thinwire.codecs import Codec, Projection
+from thinwire.codecs.sign import Sign, add_signs
+from thinwire.kernels.modes import Say
 from thinwire.kernels.ops import Kernels
-from thinwire.kernels.reference.amsgrad import SIGNS
-from thinwire.kernels.reference.markov import GREETING, ORDINARY, RECALL
-from thinwire.schemes._packets import OwnedRuns, payload_of
+from thinwire.schemes._packets import OwnedRuns, SignPackets, payload_of
 from thinwire.wire.buckets import WORD, Layout
 from thinwire.wire.mail import Frame, Mail, Part
 from thinwire.wire.memory import untouched_zeros
@@ -33,7 +33,7 @@ class _Share:
         self._left_out = [0.0] * parts
 
     def note(self, part: int, wanted: float, left_out: float) -> None:
-        self._wanted[part], self._left_out[part] = wanted, left_out
+        self._wanted[part], self._left_out[part] = wanted, max(left_out, 0.0)
 
     def read(self) -> float:
         wanted = math.fsum(self._wanted)
@@ -41,7 +41,7 @@ class _Share:
 
 
 class Markov:
-    """Differences by any codec, encoded a shard at a time.
+    """Differences by any codec that is a projection, encoded a shard at a time.
 
     Args:
         layout: the flat space.
@@ -50,7 +50,7 @@ class Markov:
         codec: makes a codec. There are two, as workers and owners encode at the same time.
     """
 
-    def __init__(self, layout: Layout, node: int, kernels: Kernels, codec: Callable[[], Codec]) -> None:
+    def __init__(self, layout: Layout, node: int, kernels: Kernels, codec: Callable[[], Projection]) -> None:
         self._kernels = kernels
         self._up, self._down = codec(), codec()
         self._owned = OwnedRuns(layout, node)
@@ -63,7 +63,7 @@ class Markov:
         self._difference = untouched_zeros(layout.own_size, torch.float32)
         self._answer = torch.zeros(max((b.shard_elements for b in layout.buckets), default=0), dtype=torch.float32)
         self._unsaid = _Share(layout.shards)
-        self.payload = payload_of(self._up.nbytes)
+        self.payload = payload_of(self._up)
 
     def learn(self, mail: Mail) -> None:
         """See `Scheme`."""
@@ -93,8 +93,7 @@ class Markov:
             wanted = self._kernels.square_sum(difference)
             self._up.encode(difference, packet)
             self._up.decode(packet, self.known[here])
-            self._up.decode(packet, difference, -1.0)
-            self._unsaid.note(bucket.shard_number(shard), wanted, self._kernels.square_sum(difference))
+            self._unsaid.note(bucket.shard_number(shard), wanted, wanted - self._up.square_sum(packet, length))
 
     def merge(self, frame: Frame, shard: int) -> None:
         """Answer with the encoding of the difference between the new mean and what everybody knows of it."""
@@ -142,7 +141,6 @@ class MarkovSign:
     def __init__(self, layout: Layout, node: int, kernels: Kernels) -> None:
         self._kernels = kernels
         self._owned = OwnedRuns(layout, node)
-        self._layout = layout
         self.known = untouched_zeros(layout.own_size, torch.float32)
         """What the others knew of this worker before the last message, of this rank's slices."""
         self.said = torch.zeros(layout.own_size // WORD, dtype=torch.int64)
@@ -156,26 +154,19 @@ class MarkovSign:
         self.spoke = torch.zeros(layout.size // WORD, dtype=torch.int64)
         """Who was alive at the last message."""
         self.answer_scales = torch.zeros(layout.shards, dtype=torch.float32)
-        self._mode = ORDINARY
+        self._mode = Say.ORDINARY
         self._owner_sums = [torch.zeros(len(table), 3, dtype=torch.float64) for table in self._owned.tables]
         self._unsaid = _Share(layout.shards)
-        self.payload = payload_of(sign.nbytes)
+        self._codec = Sign(kernels)
+        self.payload = payload_of(self._codec)
 
     def learn(self, mail: Mail) -> None:
         """See `Scheme`."""
-        self._mail = mail
-        self._sums: list[Tensor] = []
-        """For every part and each of its runs: sum of |c|, sum of c², and how many elements live."""
-        self._sums_of_shard: list[list[Tensor]] = [[] for _ in range(self._layout.shards)]
-        for part in (part for parts in mail.parts for part in parts):
-            sums = torch.zeros(part.up_runs.shape[0], 3, dtype=torch.float64)
-            self._sums.append(sums)
-            for run, number in enumerate(part.up_runs[:, 5].tolist()):
-                self._sums_of_shard[number].append(sums[run])
+        self._packets = SignPackets(mail, self._codec, 3)  # of |c|, of c², and how many elements live
 
     def begin_step(self, *, greeting: bool) -> None:
         """Let the next exchange be an ordinary one, or one of hellos only, to be followed by `recall` or `give_up`."""
-        self._mode = GREETING if greeting else ORDINARY
+        self._mode = Say.GREETING if greeting else Say.ORDINARY
 
     def recall(self, *, told: bool) -> None:
         """Hear the hellos, and say in the next exchange what was not said in the greeting.
@@ -184,7 +175,7 @@ class MarkovSign:
             told: whether there is a momentum, which remembers it.
         """
         self.conclude()
-        self._mode = ORDINARY if told else RECALL
+        self._mode = Say.ORDINARY if told else Say.RECALL
 
     def give_up(self) -> None:
         """Hear the hellos, and forget what was to be said."""
@@ -201,9 +192,9 @@ class MarkovSign:
             self.said,
             self.spoke,
             self.alive,
-            self._mail.sent,
+            self._packets.mail.sent,
             sent_scales=self.sent_scales,
-            sums=self._sums[part.index],
+            sums=self._packets.sums[part.index],
             beta=beta,
             weight=1.0 - beta,
             scale=scale,
@@ -213,17 +204,14 @@ class MarkovSign:
 
     def seal(self, frame: Frame) -> None:
         """Add the scales."""
-        bucket = frame.bucket
-        for row, shard in enumerate(bucket.own_shards):
-            number = bucket.shard_number(shard)
-            sums = [of_run.tolist() for of_run in self._sums_of_shard[number]]
+        for row, shard in enumerate(frame.bucket.own_shards):
+            number = frame.bucket.shard_number(shard)
+            sums = self._packets.sums_of(number)
             scale = _scale(sums)
-            at = frame.sent_at + row * frame.sent.shape[1] + HEADER_BYTES + sign.scale_at(bucket.shard_elements)
-            sign.SCALE.pack_into(self._mail.sent_memory, at, scale)
+            self._packets.write_sent(frame, row, scale)
             self.sent_scales[number] = scale
-            squares = math.fsum(of_run[1] for of_run in sums)
-            said = scale * math.fsum(of_run[0] for of_run in sums)
-            self._unsaid.note(number, squares, max(squares - said, 0.0))
+            wanted = math.fsum(of_run[1] for of_run in sums)
+            self._unsaid.note(number, wanted, wanted - scale * math.fsum(of_run[0] for of_run in sums))
 
     def merge(self, frame: Frame, shard: int) -> None:
         """Answer with the scaled sign of the difference between the new mean and what everybody knows of it."""
@@ -236,51 +224,29 @@ class MarkovSign:
             self.followed,
             self.alive,
             frame.answers[shard],
-            scales=sign.scales_of(frame.received[:, HEADER_BYTES:], bucket.shard_elements).contiguous(),
+            scales=self._packets.received_scales(frame),
             sums=sums,
             shift=bucket.shift_of(self._owned.shards),
         )
-        at = frame.answers_at + shard * frame.answers.shape[1] + HEADER_BYTES + sign.scale_at(bucket.shard_elements)
-        sign.SCALE.pack_into(self._mail.answers_memory, at, _scale(sums.tolist()))
+        self._packets.write_answer(frame, shard, _scale(sums.tolist()))
 
     def hear(self) -> None:
         """Get to know the scales of all answers, when the whole exchange is done."""
-        for frame in self._mail.frames:
-            bucket, number = frame.bucket, frame.bucket.shard_number(0)
-            scales = sign.scales_of(frame.answers[:, HEADER_BYTES:], bucket.shard_elements)
+        for bucket, _, scales in self._packets.answers:
+            number = bucket.shard_number(0)
             self.answer_scales[number : number + bucket.shards] = scales
 
     def follow(self, part: Part) -> None:
         """Follow the answer for a part of a parameter that takes no step by it."""
-        self._kernels.amsgrad_apply(
-            part.down_runs,
-            None,
-            None,
-            self.followed,
-            None,
-            None,
-            None,
-            self._mail.answers,
-            self.answer_scales,
-            self.alive,
-            beta1=0.0,
-            beta2=0.0,
-            eps=0.0,
-            rate=0.0,
-            correction=0.0,
-            decay=1.0,
-            source=SIGNS,
-        )
+        answers = self._packets.mail.answers
+        add_signs(self._kernels, part.down_runs, self.followed, answers, self.answer_scales, self.alive)
 
     def conclude(self) -> None:
         """Bring the map of living coordinates up to date with the answers, when all of them have been followed."""
         self.spoke.copy_(self.alive)
-        for frame in self._mail.frames:
-            bucket = frame.bucket
-            bits = sign.signs_of(frame.answers[:, HEADER_BYTES:], bucket.shard_elements)
-            first, last = bucket.first_word, bucket.stop // WORD
+        for bucket, signs, _ in self._packets.answers:
             # A bit of somebody who lives is a sign, and changes nothing here.
-            self.alive[first:last].view(bucket.shards, -1).bitwise_or_(bits)
+            self.alive[bucket.first_word : bucket.stop // WORD].view(bucket.shards, -1).bitwise_or_(signs)
 
     def contraction(self) -> float:
         """‖c - C(c)‖²/‖c‖² for the differences c that this rank has sent last; NaN where there were none."""

@@ -14,13 +14,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from thinwire.codecs import sign
+from thinwire.codecs.sign import Sign
+from thinwire.kernels.modes import Output
 from thinwire.kernels.ops import Kernels
-from thinwire.schemes._packets import OwnedRuns, payload_of
+from thinwire.schemes._packets import OwnedRuns, SignPackets, payload_of
 from thinwire.wire.buckets import WORD, Layout
 from thinwire.wire.mail import Frame, Mail, Part
 from thinwire.wire.memory import untouched_zeros
-from thinwire.wire.packet import HEADER_BYTES
 
 
 class ScaledSign:
@@ -47,6 +47,7 @@ class ScaledSign:
     ) -> None:
         self._layout = layout
         self._kernels = kernels
+        self._codec = Sign(kernels)
         self.sent = untouched_zeros(layout.own_size, dtype) if memory is None else memory
         """`c` of this rank's slices, as it was sent last."""
         self._owned = OwnedRuns(layout, node)
@@ -58,33 +59,12 @@ class ScaledSign:
         """`y` of the shards that this rank owns, as it was answered last."""
         self.answer_before = untouched_zeros(layout.size // WORD, torch.int64) if remembers else None
         self.answer_scales_before = torch.zeros_like(self.answer_scales) if remembers else None
-        self.payload = payload_of(sign.nbytes)
-        self._owner_sums = [torch.zeros(len(table), dtype=torch.float64) for table in self._owned.tables]
+        self.payload = payload_of(self._codec)
+        self._owner_sums = [torch.zeros(len(table), 1, dtype=torch.float64) for table in self._owned.tables]
 
     def learn(self, mail: Mail) -> None:
         """See `Scheme`."""
-        self._mail = mail
-        self._sums: list[Tensor] = []
-        """For every part a sum of squares for each of its runs."""
-        self._sums_of_shard: list[list[Tensor]] = [[] for _ in range(self._layout.shards)]
-        for part in (part for parts in mail.parts for part in parts):
-            sums = torch.zeros(part.up_runs.shape[0], dtype=torch.float64)
-            self._sums.append(sums)
-            for run, number in enumerate(part.up_runs[:, 5].tolist()):
-                self._sums_of_shard[number].append(sums[run])
-        self._heard: list[tuple[Tensor, Tensor]] = []
-        """Where an answer's bits and scales belong, and where they come from."""
-        for frame in mail.frames:
-            bucket, words = frame.bucket, frame.bucket.shard_words
-            payloads = frame.answers[:, HEADER_BYTES:]
-            bits, scales = (
-                sign.signs_of(payloads, bucket.shard_elements),
-                sign.scales_of(payloads, bucket.shard_elements),
-            )
-            first = bucket.first_word
-            own = self.answer[first : first + bucket.shards * words].view(bucket.shards, words)
-            number = bucket.shard_number(0)
-            self._heard += [(own, bits), (self.answer_scales[number : number + bucket.shards], scales)]
+        self._packets = SignPackets(mail, self._codec, 1)
 
     def encode(self, part: Part, grad: Tensor | None, *, beta: float, weight: float, scale: float) -> bool:
         """Send `beta` times the last answer plus `weight` times the scaled gradient; whether it was not finite."""
@@ -93,10 +73,10 @@ class ScaledSign:
             grad,
             self.sent,
             self.answer,
-            self._mail.sent,
+            self._packets.mail.sent,
             sent_scales=self.sent_scales,
             heard_scales=self.answer_scales,
-            sums=self._sums[part.index],
+            sums=self._packets.sums[part.index],
             beta=beta,
             weight=weight,
             scale=scale,
@@ -113,12 +93,9 @@ class ScaledSign:
         scale: float,
         rate: float,
         packets: Tensor | None,
-        output: int,
+        output: Output,
     ) -> bool:
-        """Let the gradient into the momentum `m` and add `rate` times it to what is to be sent, now or later.
-
-        `output` says what is written to `packets`: 0 nothing, 1 signs, 2 the momentum.
-        """
+        """Let the gradient into the momentum `m` and add `rate` times it to what is to be sent, now or later."""
         return self._kernels.momentum_encode(
             part.up_runs,
             grad,
@@ -126,7 +103,7 @@ class ScaledSign:
             self.sent,
             packets,
             sent_scales=self.sent_scales,
-            sums=self._sums[part.index] if output == SIGNS else None,
+            sums=self._packets.sums[part.index] if output == Output.SIGNS else None,
             beta=beta,
             weight=1.0 - beta,
             scale=scale,
@@ -137,12 +114,10 @@ class ScaledSign:
 
     def seal(self, frame: Frame) -> None:
         """Add the scales."""
-        bucket = frame.bucket
-        for row, shard in enumerate(bucket.own_shards):
-            number = bucket.shard_number(shard)
-            scale = self._scale(number, [float(total) for total in self._sums_of_shard[number]])
-            at = frame.sent_at + row * frame.sent.shape[1] + HEADER_BYTES + sign.scale_at(bucket.shard_elements)
-            sign.SCALE.pack_into(self._mail.sent_memory, at, scale)
+        for row, shard in enumerate(frame.bucket.own_shards):
+            number = frame.bucket.shard_number(shard)
+            scale = self._scale(number, self._packets.sums_of(number))
+            self._packets.write_sent(frame, row, scale)
             self.sent_scales[number] = scale
 
     def merge(self, frame: Frame, shard: int) -> None:
@@ -155,25 +130,26 @@ class ScaledSign:
             frame.received,
             self.answered,
             frame.answers[shard],
-            scales=sign.scales_of(frame.received[:, HEADER_BYTES:], bucket.shard_elements).contiguous(),
+            scales=self._packets.received_scales(frame),
             last_scale=float(self.answer_scales[number]),
             sums=sums,
             shift=bucket.shift_of(self._owned.shards),
         )
-        at = frame.answers_at + shard * frame.answers.shape[1] + HEADER_BYTES + sign.scale_at(bucket.shard_elements)
-        sign.SCALE.pack_into(self._mail.answers_memory, at, self._scale(number, sums.tolist()))
+        self._packets.write_answer(frame, shard, self._scale(number, sums.tolist()))
 
-    def _scale(self, number: int, sums: list[float]) -> float:
+    def _scale(self, number: int, sums: list[list[float]]) -> float:
         length = self._owned.lengths[number]
-        return math.sqrt(math.fsum(sums) / length) if length else 0.0
+        return math.sqrt(math.fsum(squares for (squares,) in sums) / length) if length else 0.0
 
     def adopt(self) -> None:
         """Take the answers over from the packets, when the whole exchange is done."""
         if self.answer_before is not None and self.answer_scales_before is not None:
             self.answer_before.copy_(self.answer)
             self.answer_scales_before.copy_(self.answer_scales)
-        for own, heard in self._heard:
-            own.copy_(heard)
+        for bucket, signs, scales in self._packets.answers:
+            number = bucket.shard_number(0)
+            self.answer[bucket.first_word : bucket.stop // WORD].view(bucket.shards, -1).copy_(signs)
+            self.answer_scales[number : number + bucket.shards] = scales
 
     def forget(self) -> None:
         """Start all memories from zero."""
@@ -182,7 +158,7 @@ class ScaledSign:
 
     def fade(self, factors: Sequence[float]) -> None:
         """Multiply what has not been said yet by a factor for each parameter, at the worker and at the owner."""
-        for parts, factor in zip(self._mail.parts, factors, strict=True):
+        for parts, factor in zip(self._packets.mail.parts, factors, strict=True):
             for part in parts:
                 _fade(
                     part.up_runs,
@@ -204,7 +180,7 @@ class ScaledSign:
         It has not been said yet, so it stands where unsaid things do: in the error, of which a scale of 0 takes
         nothing.
         """
-        for parts, factor in zip(self._mail.parts, factors, strict=True):
+        for parts, factor in zip(self._packets.mail.parts, factors, strict=True):
             for part in parts:
                 shift = part.frame.bucket.state_shift
                 for element, _, count, *_ in part.up_runs.tolist():
@@ -217,9 +193,6 @@ class ScaledSign:
 
 _STRETCH = 1 << 18
 """Elements that are converted at a time, so that what is allocated on the way is small."""
-
-NOTHING, SIGNS, MOMENTUM = range(3)
-"""What `encode_momentum` writes into packets."""
 
 
 def _fade(runs: Tensor, factors: Sequence[float], memory: Tensor, shift: int, scales: Tensor) -> None:

@@ -14,7 +14,7 @@ rounded to float32 first.
 from __future__ import annotations
 
 from thinwire.kernels.reference.adam import adam_apply, dense_encode, precondition
-from thinwire.kernels.reference.amsgrad import FLOATS, HELD, SIGNS, amsgrad_apply, momentum_sum, sparse_amsgrad
+from thinwire.kernels.reference.amsgrad import amsgrad_apply, momentum_sum, sparse_amsgrad
 from thinwire.kernels.reference.birder import (
     adopt,
     birder_apply,
@@ -28,9 +28,6 @@ from thinwire.kernels.reference.birder import (
 )
 from thinwire.kernels.reference.lamb import lamb_apply, lamb_measure, onebit_lamb_measure, square_sum
 from thinwire.kernels.reference.markov import (
-    GREETING,
-    ORDINARY,
-    RECALL,
     markov_difference,
     markov_encode,
     markov_merge,
@@ -41,12 +38,6 @@ from thinwire.kernels.reference.top_k import sparse_add, top_k
 from thinwire.kernels.reference.words import pack, unpack, words_at
 
 __all__ = [
-    "FLOATS",
-    "GREETING",
-    "HELD",
-    "ORDINARY",
-    "RECALL",
-    "SIGNS",
     "adam_apply",
     "adopt",
     "amsgrad_apply",

@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from thinwire.kernels.modes import Source
 from thinwire.kernels.reference.adam import average, average_square
 from thinwire.kernels.reference.sign import LIMIT
 from thinwire.kernels.reference.words import each_run, flat, float32, hand_back, root, signed, take_over
-
-HELD, SIGNS, FLOATS = range(3)
 
 
 def amsgrad_apply(
@@ -40,13 +39,13 @@ def amsgrad_apply(
     """
     for run in each_run(runs):
         here = run.of_flat()
-        if source == FLOATS:
+        if source == Source.FLOATS:
             assert packets is not None
             gradient = run.floats_in(packets)
         else:
             assert g is not None
             gradient = g[here]
-        if source == SIGNS:
+        if source == Source.SIGNS:
             assert packets is not None
             assert scales is not None
             assert alive is not None

@@ -12,10 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from thinwire.kernels.modes import Say
 from thinwire.kernels.reference.sign import LIMIT
 from thinwire.kernels.reference.words import Run, each_run, flat, float32, run_sum, signed, unpack, words_at
-
-ORDINARY, GREETING, RECALL = range(3)
 
 
 def markov_encode(
@@ -52,7 +51,7 @@ def markov_encode(
     for i, run in enumerate(each_run(runs)):
         here, words = known[run.of_flat(shift)], _own_words(run, said, shift)
         living = run.bits_of(alive)
-        if mode == RECALL:
+        if mode == Say.RECALL:
             meant, before = here.clone(), torch.zeros(run.count)
         else:
             meant, refused = _meant(run, grad, m, beta, weight, scale, shift)
@@ -67,7 +66,7 @@ def markov_encode(
         run.write_bits(packets, torch.where(living, change >= 0, meant != 0))
         words.copy_(words_at(packets, run.byte, run.words))
         _write_sums(sums[i], change, living)
-        keeps_hello = mode == GREETING and m is None
+        keeps_hello = mode == Say.GREETING and m is None
         here.copy_(torch.where(living, before, meant) if keeps_hello else before)
     return bad
 

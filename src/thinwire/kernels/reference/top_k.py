@@ -20,13 +20,14 @@ def largest(values: Tensor, k: int) -> Tensor:
 
 
 def sparse_add(values: Tensor, indices: Tensor, amounts: Tensor, *, weight: float) -> bool:
-    """Add `weight` times each amount to the value at its index, one after the other; False when there is none.
+    """Add `weight` times each amount to the value at its index, one after the other.
 
-    Those whose index is none of the values' are left out.
+    When an index is none of the values' nothing is added, and the result is False.
     """
-    within = (indices >= 0) & (indices < values.numel())
-    add_in_order(values, indices[within], amounts[within] * weight)
-    return bool(within.all())
+    if bool(((indices < 0) | (indices >= values.numel())).any()):
+        return False
+    add_in_order(values, indices, amounts * weight)
+    return True
 
 
 def add_in_order(cells: Tensor, at: Tensor, amounts: Tensor) -> None:
