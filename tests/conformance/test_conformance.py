@@ -172,7 +172,9 @@ def test_random_steps_of_that_size_do_not_learn_it(entry: Entry) -> None:
 def test_overlap_and_bucket_size_change_nothing(grid: Grid, entry: Entry) -> None:
     options = {"lr": entry.lr, "bucket_mb": 0.01}
     overlapped = Training(entry.make, options, steps=18, environment=grid.environment, attach=True)
-    other_size = None if not entry.buckets_matter else options["bucket_mb"]
+    # Who sketches what in a node depends on buckets, and the rounding of sums on that.
+    buckets_matter = entry.buckets_matter or (entry.optimizer is thinwire.SketchedAMSGrad and grid.ranks > 1)
+    other_size = options["bucket_mb"] if buckets_matter else None
     plain = dataclasses.replace(overlapped, attach=False, options={**options, "bucket_mb": other_size})
     world_size = grid.nodes * grid.ranks
     assert trained(world_size, plain) == trained(world_size, overlapped)

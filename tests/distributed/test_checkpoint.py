@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from tests.distributed.common import digest, token_loss, token_net
+from tests.distributed.common import digest, in_nodes, token_loss, token_net
 from tests.harness import run_ranks, run_ranks_expecting_errors
 
 OPTIONS: dict[str, Any] = {"lr": 0.01, "seed": 2, "weight_decay": 0.1}
@@ -197,3 +197,42 @@ def through_dcp(rank: int, world_size: int, flatten: bool) -> tuple[list[str], l
 def test_distributed_checkpoint_round_trip(flatten: bool) -> None:
     for never_stopped, resumed in run_ranks(through_dcp, 2, flatten):
         assert resumed == never_stopped
+
+
+def save_between_backward_and_step(rank: int, world_size: int, optimizer_class: type) -> tuple[str, int]:
+    """One parameter is unused, so that its bucket is not complete when backward is over."""
+    net = nn.Linear(4, 4)
+    unused = nn.Parameter(torch.ones(70))
+    model = DistributedDataParallel(net)
+    optimizer = optimizer_class([*net.parameters(), unused], lr=0.01)
+    thinwire.attach(model, optimizer)
+    said = ""
+    for step in range(3):
+        model(torch.ones(2, 4) + rank).sum().backward()
+        if step == 1:
+            with pytest.raises(RuntimeError, match=r"state_dict\(\) between backward and step\(\)") as refusal:
+                optimizer.state_dict()
+            said = str(refusal.value)
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.state_dict()
+    return said, optimizer.metrics().steps
+
+
+@pytest.mark.parametrize("optimizer_class", [thinwire.Birder, thinwire.CDAdam, thinwire.SketchedAMSGrad])
+def test_half_a_step_is_not_saved_and_the_step_goes_on(optimizer_class: type) -> None:
+    for said, steps in run_ranks(save_between_backward_and_step, 2, optimizer_class):
+        assert "Save after step()" in said
+        assert steps == 3
+
+
+def load_other_buckets(rank: int, world_size: int, optimizer_class: type) -> None:
+    made = [optimizer_class([nn.Parameter(torch.ones(4096))], lr=0.01, bucket_mb=mb) for mb in (1 / 64, 1 / 256)]
+    made[1].load_state_dict(made[0].state_dict())
+
+
+@pytest.mark.parametrize("optimizer_class", [thinwire.Birder, thinwire.SketchedAMSGrad])
+def test_slices_of_other_buckets_are_refused(optimizer_class: type) -> None:
+    """Shapes agree, elements do not."""
+    for error in run_ranks_expecting_errors(in_nodes, 4, 2, load_other_buckets, optimizer_class):
+        assert "so resume with the bucket_mb that was saved" in error.message

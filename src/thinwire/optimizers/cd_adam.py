@@ -84,8 +84,16 @@ class CDAdam(Greeting, AdamLike):
     When not to use it:
         With small noisy batches: differences of gradients are then mostly noise, of which one bit with one scale a
         shard says little, and g̃ trails behind (`thinwire demo --optimizer cd-adam` shows by how much; `codec="topk"` is
-        better there). `thinwire.Birder` needs no warm-up either and copes with noise. Where memory is short: it keeps
-        20 bytes a parameter, AdamW 8.
+        better there). `thinwire.Birder` needs no warm-up either and copes with noise.
+
+        Where many coordinates have no gradient most of the time, such as rows of an embedding: with "sign" g̃ swings
+        about zero there in steps of the whole shard's scale, and as Adam takes every swing for large, idle rows wander
+        by up to 0.35 lr a step. With "topk" they stay, but coordinates whose gradients are always among the smaller
+        ones of their shard are never sent, and do not move.
+
+        Where single gradients are sometimes huge: v̂ is a maximum and does not forget, "sign" tells the whole shard of
+        it by the scale, and beyond 10⁸ times their usual size the float32 memories ĝ_i and ĝ part for good. Where
+        memory is short: it keeps 20 bytes a parameter, AdamW 8.
 
     Gradient clipping:
         Under `attach` gradients are on their way before `clip_grad_norm_` sees them, so that it has no effect. Without,

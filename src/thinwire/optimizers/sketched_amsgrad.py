@@ -64,11 +64,12 @@ class SketchedAMSGrad(AdamLike):
         params: parameters or groups of them, as in torch.optim. Groups may have their own `lr`, `betas`, `eps`,
             `weight_decay` and `maximize`.
         lr: step size. A coordinate that is picked moves by all that has gathered for it, so the rate is smaller than
-            AdamW's.
+            AdamW's. What is sent depends on it: under `attach` set it before backward, as schedulers do.
         betas: decay of the momentum and of the variance.
         eps: where v begins, so a squared gradient. A coordinate that is picked for the first time moves by what has
             gathered for it in all steps before, divided by little more than √ε if its gradient happens to be small just
-            then: too small an ε makes such steps huge. Coordinates whose gradients are below √ε move slowly.
+            then: nothing else bounds steps, and too small an ε makes them huge. Coordinates whose gradients are below
+            √ε move slowly.
         weight_decay: decoupled decay λ, of coordinates from the step after their first on.
         rows: independent estimates in a sketch, 1 to 15.
         columns: cells of a row; if None a fiftieth of the number of parameters, at least 64.
@@ -81,14 +82,16 @@ class SketchedAMSGrad(AdamLike):
         mesh: a two-dimensional DeviceMesh of the same ranks, a row a node, where LOCAL_WORLD_SIZE does not tell.
         node_dtype: of gradients on the link inside a node: torch.float32, or torch.bfloat16 for half the bytes.
         bucket_mb: how much is sketched at a time while backward runs, in megabytes of fp32 gradient; if None a quarter
-            of the model, within 4 to 32. Results do not depend on it.
+            of the model, within 4 to 32. In a flat topology results do not depend on it; in a hierarchical one it
+            decides who sketches what, and so the rounding of sums.
 
     When not to use it:
         When a step must be quick: nothing can be sent before all gradients are there, so the wire is not hidden behind
-        backward, and reading the sketch takes dozens of passes over the parameters. For dense models, whose gradients
-        have no few large coordinates (`thinwire demo --optimizer sketched-amsgrad` shows one), and for short runs:
-        `thinwire.Birder` sends less and moves everything. It is for very wide models with skewed gradients, such as
-        embeddings.
+        backward, and reading the sketch takes dozens of passes over the parameters. For dense models and short runs
+        (`thinwire demo --optimizer sketched-amsgrad` shows one): `thinwire.Birder` sends less and moves everything. It
+        is for gradients of which a few coordinates, fewer than `columns`, hold most. Where they do not, noise decides
+        what is picked: with an embedding of which a fifth of the rows is in use, 75 % of the picks were of rows that
+        had nothing to say.
 
     Gradient clipping:
         Under `attach` gradients are on their way before `clip_grad_norm_` sees them, so that it has no effect. Without,

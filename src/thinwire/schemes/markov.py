@@ -1,9 +1,9 @@
 """Markov compression: what travels is a difference, to what everybody knows already.
 
 A worker wants to tell `w`; what has been heard of it so far is `known`. It sends the encoding of `w - known`, and both
-sides add that to `known`, which so runs after `w` and meets it where `w` comes to rest. The owner of a shard does the
-same with the mean of what it knows of the workers, and everybody follows in `followed`. No error is remembered: what an
-encoding leaves out is still there in the next difference.
+sides add that to `known`, which so runs after `w`, and about it where `w` comes to rest, in steps as large as the
+encoding makes them. The owner of a shard does the same with the mean of what it knows of the workers, and everybody
+follows in `followed`. No error is remembered: what an encoding leaves out is still there in the next difference.
 """
 
 from __future__ import annotations
