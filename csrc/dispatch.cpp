@@ -195,10 +195,10 @@ void thinwire_onebit_lamb_measure(const thinwire_run *runs, int64_t n_runs, floa
 }
 
 int thinwire_markov_encode(const thinwire_run *runs, int64_t n_runs, const void *grad, int grad_dtype, float *m, float *known,
-                           int64_t shift, uint64_t *said, const uint64_t *spoke, const uint64_t *alive, uint8_t *packets,
+                           int64_t shift, uint64_t *said, uint8_t *busy, const uint64_t *spoke, const uint64_t *alive, uint8_t *packets,
                            const float *sent_scales, double *sums, float beta, float weight, float scale, int mode) {
-  return in_use->table->markov_encode(runs, n_runs, grad, grad_dtype, m, known, shift, said, spoke, alive, packets, sent_scales, sums, beta,
-                                      weight, scale, mode);
+  return in_use->table->markov_encode(runs, n_runs, grad, grad_dtype, m, known, shift, said, busy, spoke, alive, packets, sent_scales,
+                                      sums, beta, weight, scale, mode);
 }
 
 void thinwire_markov_merge(const thinwire_run *runs, int64_t n_runs, const uint8_t *rows, int64_t stride, int64_t n_rows, float *mean,

@@ -166,13 +166,15 @@ THINWIRE_API void thinwire_onebit_lamb_measure(const thinwire_run *runs, int64_t
  * `sums`, three a run: |c|, c squared and the number of those, over the living elements. */
 
 /* known <- known plus what was said, with `sent_scales`, where `spoke`; c <- the wish less that. Writes the signs of c where
- * `alive`, elsewhere whether the wish is anything but 0, to `packets` and to `said`. The wish is the gradient, or `m`, if not
+ * `alive`, elsewhere whether the wish is anything but 0, to `packets` and to `said`, and to `busy`, at (e - shift) / 64, 1 for a
+ * word with a wish that is anything but 0, else 0. The wish is the gradient, or `m`, if not
  * NULL, after it took the gradient, if there is one. `mode`: 0 as said; 1 a greeting: elements not yet alive, if they have
  * no `m`, make the wish known; 2 a recall: the wish is what was known, and nothing is known any more. Returns 1 when c or m
  * would not be finite, or 2^60 and more, with a gradient: such elements wish for what is known, and keep m. */
 THINWIRE_API int thinwire_markov_encode(const thinwire_run *runs, int64_t n_runs, const void *grad, int grad_dtype, float *m, float *known,
-                                        int64_t shift, uint64_t *said, const uint64_t *spoke, const uint64_t *alive, uint8_t *packets,
-                                        const float *sent_scales, double *sums, float beta, float weight, float scale, int mode);
+                                        int64_t shift, uint64_t *said, uint8_t *busy, const uint64_t *spoke, const uint64_t *alive,
+                                        uint8_t *packets, const float *sent_scales, double *sums, float beta, float weight, float scale,
+                                        int mode);
 
 /* The owner's answer to `n_rows` rows of one shard, which are `stride` bytes apart and have a scale each. Where `alive`, mean
  * takes their mean and the answer is the sign of c = mean - g; elsewhere it is the or of all bits. A run's `byte` counts from

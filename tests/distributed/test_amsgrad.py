@@ -400,3 +400,30 @@ def test_an_overflow_on_one_rank_is_skipped_by_all(nodes: int, ranks: int, overf
         moved, skipped, _ = first[f"{name}, True"]
         assert moved == [step != overflow_at for step in range(4)], name
         assert skipped == 1
+
+
+TABLE, STOPS_AT = (40, 64), 20
+
+
+def idle_rows(rank: int, world_size: int) -> tuple[float, float]:
+    """How far rows move, in learning rates, after half of them have lost their gradient for good."""
+    table = torch.nn.Parameter(noise(TABLE, 0, 0))
+    optimizer = thinwire.CDAdam([table], lr=1e-3, weight_decay=0.0)
+    start = table.detach().clone()
+    for step in range(200):
+        if step == STOPS_AT:
+            start = table.detach().clone()
+        table.grad = noise(TABLE, step, rank)
+        if step >= STOPS_AT:
+            table.grad[: TABLE[0] // 2] = 0.0
+        optimizer.step()
+    moved = (table.detach() - start).abs() / 1e-3
+    return float(moved[: TABLE[0] // 2].max()), float(moved[TABLE[0] // 2 :].mean())
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_rows_whose_gradient_stops_come_to_rest(world_size: int) -> None:
+    """What is left is the momentum that they had: at most 1 + 0.9 + 0.81 + ... = 10 steps of a rate or two."""
+    for idle, busy in run_ranks(idle_rows, world_size):
+        assert idle < 20
+        assert busy > 1

@@ -11,6 +11,7 @@ import numpy as np
 
 from tests.oracles.flat_space import (
     TOO_LARGE,
+    WORD,
     AdamParameter,
     Betas,
     FlatSpace,
@@ -129,22 +130,30 @@ class CDAdamOracle:
 
     def _exchange(self, wishes: np.ndarray) -> None:
         c = np.where(self.alive, wishes - self.known, 0.0)
-        q = np.stack([self._say(of_worker) for of_worker in c])
+        q = np.stack([self._say(of_worker, self.alive) for of_worker in c])
         self.contraction[-1] = share(c - q, c)
-        self.known = self.known + q
-        self.mean = self.mean + q.mean(axis=0)
-        self.g = self.g + self._say(np.where(self.alive, self.mean - self.g, 0.0))
+        loud = self.alive & ~self._quiet(wishes)
+        self.known = np.where(loud, self.known + q, 0.0)
+        self.mean = np.where(loud, self.mean + q.mean(axis=0), 0.0)
+        g = np.where(loud, self.g, 0.0)
+        self.g = g + self._say(np.where(loud, self.mean - g, 0.0), loud)
         self._hear_hellos(wishes)
 
-    def _say(self, c: np.ndarray) -> np.ndarray:
-        return self._scaled_sign(c) if self.codec == "sign" else self._largest(c)
+    def _quiet(self, wishes: np.ndarray) -> np.ndarray:
+        """Elements of words of which no worker has anything but zeros to say, which all are told."""
+        words = self.space.elements // WORD
+        busy = np.bincount(words, weights=np.any(wishes != 0, axis=0)) > 0
+        return ~busy[words] if self.codec == "sign" else np.zeros(words.size, dtype=bool)
 
-    def _scaled_sign(self, c: np.ndarray) -> np.ndarray:
-        """s sign(c) of the living, s = ||c||_1 / (their number in the shard)."""
+    def _say(self, c: np.ndarray, speaking: np.ndarray) -> np.ndarray:
+        return self._scaled_sign(c, speaking) if self.codec == "sign" else self._largest(c)
+
+    def _scaled_sign(self, c: np.ndarray, speaking: np.ndarray) -> np.ndarray:
+        """s sign(c) of those who speak, s = ||c||_1 / (their number in the shard)."""
         sums = np.bincount(self.space.shard_of, weights=np.abs(c), minlength=self.space.shards)
-        living = np.bincount(self.space.shard_of, weights=self.alive, minlength=self.space.shards)
-        scales = (sums / np.maximum(living, 1)).astype(np.float32).astype(np.float64)
-        return np.where(self.alive, scales[self.space.shard_of] * sign(c), 0.0)
+        number = np.bincount(self.space.shard_of, weights=speaking, minlength=self.space.shards)
+        scales = (sums / np.maximum(number, 1)).astype(np.float32).astype(np.float64)
+        return np.where(speaking, scales[self.space.shard_of] * sign(c), 0.0)
 
     def _largest(self, c: np.ndarray) -> np.ndarray:
         """A share of each shard's elements; padding counts in how many those are, and is 0 itself."""

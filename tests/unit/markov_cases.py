@@ -87,6 +87,7 @@ def markov_encode_case(
         "m": guarded(in_flat(moderate(count, generator), first_word)[shift:]) if momentum else None,
         "known": guarded(in_flat(moderate(count, generator), first_word)[shift:]),
         "said": guarded(random_words(words, generator)[shift // WORD :]),
+        "busy": guarded(torch.full((words - shift // WORD,), 7, dtype=torch.uint8)),
         "spoke": flat_words(count, first_word, generator),
         "alive": guarded(alive_map(alive, words, generator)),
         "packets": guarded(random_bytes(size, generator=generator)),
@@ -103,7 +104,7 @@ def markov_encode_case(
 
 def markov_difference_case(count: int, *, seed: int, **options: Any) -> dict[str, Any]:
     case = markov_encode_case(count, seed=seed, **options)
-    for of_encoding in ("said", "spoke", "alive", "packets", "sent_scales", "sums", "mode"):
+    for of_encoding in ("said", "busy", "spoke", "alive", "packets", "sent_scales", "sums", "mode"):
         del case[of_encoding]
     return case | {"c": guarded(torch.full_like(case["known"], torch.nan))}
 
@@ -365,7 +366,7 @@ FLAT = {"amsgrad_apply": {"g", "m", "v", "peak"}}
 OF_PARAM = {"amsgrad_apply": {"x", "low"}}
 """in the parameter,"""
 IN_PACKET = {"markov_encode": "packets", "markov_merge": "answer"}
-"""and at the bytes of a packet. `said` is written by whole words."""
+"""and at the bytes of a packet. `said` is written by whole words, `busy` a byte for each."""
 
 
 def _may_change(operation: str, name: str, case: dict[str, Any]) -> set[int]:
@@ -377,6 +378,8 @@ def _may_change(operation: str, name: str, case: dict[str, Any]) -> set[int]:
         starts = [(byte, 8 * -(-count // WORD)) for _, _, count, byte, _, _ in places.runs]
     elif name == "said":
         starts = [((run[0] - case["shift"]) // 8, 8 * -(-run[2] // WORD)) for run in places.runs]
+    elif name == "busy":
+        starts = [((run[0] - case["shift"]) // WORD, -(-run[2] // WORD)) for run in places.runs]
     elif name in OWN.get(operation, ()):
         starts = [(4 * int(at), 4) for at in places.element - case["shift"]]
     elif name in FLAT.get(operation, ()):
@@ -425,7 +428,7 @@ def assert_padding_counts_for_nothing(
     with kernels_of(backend) as kernels:
         expected, result = getattr(kernels, operation)(**case), getattr(kernels, operation)(**other)
     assert result == expected
-    for name in {"sums", "x", "low", "answer", "said"} & set(case):
+    for name in {"sums", "x", "low", "answer", "said", "busy"} & set(case):
         assert case[name] is None or torch.equal(other[name], case[name])
     if operation == "markov_encode":
         assert torch.equal(other["packets"], case["packets"])

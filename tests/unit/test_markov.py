@@ -21,7 +21,7 @@ from thinwire.codecs.topk import TopK
 from thinwire.kernels.ops import BACKENDS, Kernels
 from thinwire.schemes.markov import Markov, MarkovSign
 from thinwire.wire.buckets import Layout
-from thinwire.wire.mail import Mail
+from thinwire.wire.mail import Frame, Mail
 from thinwire.wire.packet import HEADER_BYTES
 
 FULL_WORDS = [128, 256, 64, 320]
@@ -168,11 +168,16 @@ class Network:
         return bits_of(self.fused[0].alive).numpy()
 
     def packets(self) -> list[bytes]:
-        """Of all ranks, without headers."""
-        return [f.sent[:, HEADER_BYTES:].numpy().tobytes() for rank in self.ranks for f in rank.mail.frames]
+        """Signs and scales of all ranks."""
+        return [signs_and_scales(f.sent, f) for rank in self.ranks for f in rank.mail.frames]
 
     def answers(self) -> list[bytes]:
-        return [f.answers[:, HEADER_BYTES:].numpy().tobytes() for f in self.ranks[0].mail.frames]
+        return [signs_and_scales(f.answers, f) for f in self.ranks[0].mail.frames]
+
+
+def signs_and_scales(packets: torch.Tensor, frame: Frame) -> bytes:
+    """Without headers, and without what only one of the schemes has to say."""
+    return packets[:, HEADER_BYTES : HEADER_BYTES + 8 * (frame.bucket.shard_words + 1)].numpy().tobytes()
 
 
 def fused(kernels: Kernels = NATIVE) -> Make:
@@ -350,3 +355,24 @@ def test_who_gives_up_has_said_nothing_but_hello(nodes: int, ranks: int, kernels
         each.step(normal(each, 10))
     assert network.packets() == fresh.packets()
     np.testing.assert_array_equal(network.known(), fresh.known())
+
+
+@each_kernels
+@each_grid
+def test_a_word_without_anything_to_say_is_known_to_be_zero_at_once(nodes: int, ranks: int, kernels: Kernels) -> None:
+    """And is exchanged as before when one worker has something to say again."""
+    network = Network(fused(kernels), nodes, ranks)
+    words = np.arange(network.layout.size) // 64
+    quiet = words % 3 == 1
+    for step in range(9):
+        inputs = normal(network, 7, step)
+        inputs[:, quiet] = 0.0 if 4 <= step < 7 else inputs[:, quiet]
+        if step == 7:
+            inputs[1:, quiet] = 0.0
+        network.step(inputs)
+        for state in (network.known()[0], network.mean(), network.followed()):
+            assert np.all(state[..., network.live & ~quiet] != 0)
+            assert np.all((state[..., network.live & quiet] == 0) == (4 <= step < 7)), step
+    followed = network.followed()
+    for rank in network.ranks:
+        np.testing.assert_array_equal(rank.scheme.followed.numpy(), followed)

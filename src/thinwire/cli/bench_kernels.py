@@ -223,13 +223,14 @@ def _markov_cases(grad: Tensor) -> list[_Case]:
     rows = torch.randint(0, 256, (_TELLERS, packets.numel()), dtype=torch.uint8)
     said = torch.zeros(elements // 64, dtype=torch.int64)
     alive = torch.full((elements // 64,), -1, dtype=torch.int64)
+    busy = torch.zeros(elements // 64, dtype=torch.uint8)
     scales, row_scales, sums = torch.ones(1), torch.ones(_TELLERS), torch.zeros(1, 3, dtype=torch.float64)
     followed, mean = torch.zeros(elements), torch.zeros(elements)
     x, m, v, peak = torch.randn(elements), torch.zeros(elements), torch.zeros(elements), torch.zeros(elements)
 
     def encode(momentum: Tensor | None) -> Callable[[], object]:
         known = torch.zeros(elements)
-        words = (said, alive, alive)
+        words = (said, busy, alive, alive)
         rule = {"beta": 0.9, "weight": 0.1, "scale": 1.0, "shift": 0, "mode": Say.ORDINARY}
         return lambda: kernels.markov_encode(
             runs, grad, momentum, known, *words, packets, sent_scales=scales, sums=sums, **rule

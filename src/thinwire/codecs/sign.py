@@ -56,6 +56,7 @@ class Sign(Projection):
             None,
             torch.zeros(words * _WORD, dtype=torch.float32),
             torch.empty(words, dtype=torch.int64),
+            torch.empty(words, dtype=torch.uint8),
             nothing,
             ~nothing,
             packet,

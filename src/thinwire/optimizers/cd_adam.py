@@ -86,10 +86,10 @@ class CDAdam(Greeting, AdamLike):
         shard says little, and g̃ trails behind (`thinwire demo --optimizer cd-adam` shows by how much; `codec="topk"` is
         better there). `thinwire.Birder` needs no warm-up either and copes with noise.
 
-        Where many coordinates have no gradient most of the time, such as rows of an embedding: with "sign" g̃ swings
-        about zero there in steps of the whole shard's scale, and as Adam takes every swing for large, idle rows wander
-        by up to 0.35 lr a step. With "topk" they stay, but coordinates whose gradients are always among the smaller
-        ones of their shard are never sent, and do not move.
+        With "sign", where coordinates often have no gradient for a while, but not 64 neighbours at once: g̃ swings about
+        zero there in steps of the whole shard's scale, and as Adam takes every swing for large they wander by up to
+        0.35 lr a step (rows of an embedding are fine, unless momenta are compressed, which fade but do not end). With
+        "topk" coordinates whose gradients are always among the smaller ones of their shard are never sent.
 
         Where single gradients are sometimes huge: v̂ is a maximum and does not forget, "sign" tells the whole shard of
         it by the scale, and beyond 10⁸ times their usual size the float32 memories ĝ_i and ĝ part for good. Where
@@ -102,6 +102,8 @@ class CDAdam(Greeting, AdamLike):
     Differences from the paper:
         * Bias correction as in torch's Adam(amsgrad=True), and decoupled weight decay.
         * A scale a shard of a bucket instead of one a model, and of those coordinates only that have had a gradient.
+        * With "sign", 64 coordinates in a row whose gradients are zero on all workers are told to be so, by one bit:
+          ĝ_i, ĝ and g̃ are zero there at once.
         * A coordinate that has never had a gradient on any worker neither moves nor decays ("sign" would shake it: one
           bit has no zero). Its first gradient after the first step only announces it.
         * `compress="momentum"`, `codec="topk"`.
@@ -234,7 +236,7 @@ class CDAdam(Greeting, AdamLike):
                 self._peak,
                 mail.answers,
                 None if signs is None else signs.answer_scales,
-                None if signs is None else signs.alive,
+                None if signs is None else signs.heard,
                 beta1=beta1,
                 beta2=beta2,
                 eps=group["eps"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -16,11 +17,11 @@ from thinwire.wire.packet import HEADER_BYTES
 _SCALE = struct.Struct("<f")
 
 
-def payload_of(codec: Codec) -> Payload:
-    """What packets carry when a codec fills them, up and down."""
+def payload_of(codec: Codec, more_words: Callable[[int], int] = lambda _: 0) -> Payload:
+    """What packets carry, up and down, when a codec fills them and leaves room for more words."""
 
     def words(shard_words: int) -> int:
-        return codec.nbytes(WORD * shard_words) // WORD_BYTES
+        return codec.nbytes(WORD * shard_words) // WORD_BYTES + more_words(shard_words)
 
     return Payload(up_words=words, down_words=words)
 

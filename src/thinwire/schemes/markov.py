@@ -18,9 +18,11 @@ from thinwire.codecs import Codec, Projection
 from thinwire.codecs.sign import Sign, add_signs
 from thinwire.kernels.modes import Say
 from thinwire.kernels.ops import Kernels
+from thinwire.schemes import _bits as bits
+from thinwire.schemes._bits import words_for
 from thinwire.schemes._packets import OwnedRuns, SignPackets, payload_of
-from thinwire.wire.buckets import WORD, Layout
-from thinwire.wire.mail import Frame, Mail, Part
+from thinwire.wire.buckets import WORD, Bucket, Layout
+from thinwire.wire.mail import WORD_BYTES, Frame, Mail, Part
 from thinwire.wire.memory import untouched_zeros
 from thinwire.wire.packet import HEADER_BYTES
 
@@ -130,7 +132,9 @@ class MarkovSign:
     The scale of a shard is known when all of it has been encoded, so `known` stays as it was before the last message,
     whose signs and scale are kept beside it: whoever reads `known` next adds them on the way. And as one bit has no
     zero, a map that is the same on all ranks tells which coordinates live; the bits of the others say hello, as in
-    `thinwire.schemes.stochastic_sign`, but who lives lives for ever. docs/protocol.md has the rules.
+    `thinwire.schemes.stochastic_sign`, but who lives lives for ever. A word of which all workers mean zeros is *quiet*,
+    and one bit more says so: everybody knows then that it is zero, and forgets what was known of it. docs/protocol.md
+    has the rules.
 
     Args:
         layout: the flat space.
@@ -145,6 +149,8 @@ class MarkovSign:
         """What the others knew of this worker before the last message, of this rank's slices."""
         self.said = torch.zeros(layout.own_size // WORD, dtype=torch.int64)
         """The bits of the last message, a bit an element of this rank's slices."""
+        self._busy = torch.zeros(layout.own_size // WORD, dtype=torch.uint8)
+        """Words of this rank's slices of which it means anything but zeros."""
         self.sent_scales = torch.zeros(layout.shards, dtype=torch.float32)
         self.mean = untouched_zeros(self._owned.size, torch.float32)
         """The mean of what is known of all workers, of the shards that this rank owns."""
@@ -152,13 +158,17 @@ class MarkovSign:
         """What everybody knows of that mean."""
         self.alive = torch.zeros(layout.size // WORD, dtype=torch.int64)
         self.spoke = torch.zeros(layout.size // WORD, dtype=torch.int64)
-        """Who was alive at the last message."""
+        """Who was alive at the last message, and not in a quiet word."""
+        self.heard = torch.zeros(layout.size // WORD, dtype=torch.int64)
+        """The same for the message that is under way, or has just been heard."""
+        self._merging = torch.zeros(layout.size // WORD, dtype=torch.int64)
+        """The same again for shards that this rank answers for."""
         self.answer_scales = torch.zeros(layout.shards, dtype=torch.float32)
         self._mode = Say.ORDINARY
         self._owner_sums = [torch.zeros(len(table), 3, dtype=torch.float64) for table in self._owned.tables]
         self._unsaid = _Share(layout.shards)
         self._codec = Sign(kernels)
-        self.payload = payload_of(self._codec)
+        self.payload = payload_of(self._codec, words_for)
 
     def learn(self, mail: Mail) -> None:
         """See `Scheme`."""
@@ -174,11 +184,13 @@ class MarkovSign:
         Args:
             told: whether there is a momentum, which remembers it.
         """
+        self.hear()
         self.conclude()
         self._mode = Say.ORDINARY if told else Say.RECALL
 
     def give_up(self) -> None:
         """Hear the hellos, and forget what was to be said."""
+        self.hear()
         self.conclude()
         self.known.zero_()
 
@@ -190,6 +202,7 @@ class MarkovSign:
             m,
             self.known,
             self.said,
+            self._busy,
             self.spoke,
             self.alive,
             self._packets.mail.sent,
@@ -204,8 +217,12 @@ class MarkovSign:
 
     def seal(self, frame: Frame) -> None:
         """Add the scales."""
-        for row, shard in enumerate(frame.bucket.own_shards):
-            number = frame.bucket.shard_number(shard)
+        bucket = frame.bucket
+        first = (bucket.own_start - bucket.state_shift) // WORD
+        for row, shard in enumerate(bucket.own_shards):
+            busy = self._busy[first + row * bucket.shard_words : first + (row + 1) * bucket.shard_words]
+            bits.pack(busy, self._busy_of(frame.sent[row], bucket))
+            number = bucket.shard_number(shard)
             sums = self._packets.sums_of(number)
             scale = _scale(sums)
             self._packets.write_sent(frame, row, scale)
@@ -217,13 +234,20 @@ class MarkovSign:
         """Answer with the scaled sign of the difference between the new mean and what everybody knows of it."""
         bucket = frame.bucket
         sums = self._owner_sums[bucket.index]
+        at, answer = self._busy_at(bucket), frame.answers[shard]
+        self._kernels.any_of(frame.received, at, words_for(bucket.shard_words), answer, at)
+        first = bucket.first_word + shard * bucket.shard_words
+        words = slice(first, first + bucket.shard_words)
+        busy = bits.unpack(self._busy_of(answer, bucket), bucket.shard_words)
+        self._merging[words] = torch.where(busy, self.alive[words], 0)
+        _forget(self.mean, first - bucket.shift_of(self._owned.shards) // WORD, ~busy & (self.spoke[words] != 0))
         self._kernels.markov_merge(
             self._owned.tables[bucket.index],
             frame.received,
             self.mean,
             self.followed,
-            self.alive,
-            frame.answers[shard],
+            self._merging,
+            answer,
             scales=self._packets.received_scales(frame),
             sums=sums,
             shift=bucket.shift_of(self._owned.shards),
@@ -231,19 +255,29 @@ class MarkovSign:
         self._packets.write_answer(frame, shard, _scale(sums.tolist()))
 
     def hear(self) -> None:
-        """Get to know the scales of all answers, when the whole exchange is done."""
+        """Get to know the scales and the quiet words of all answers, when the whole exchange is done."""
         for bucket, _, scales in self._packets.answers:
             number = bucket.shard_number(0)
             self.answer_scales[number : number + bucket.shards] = scales
+        for frame in self._packets.mail.frames:
+            bucket = frame.bucket
+            words = slice(bucket.first_word, bucket.stop // WORD)
+            busy = bits.unpack(self._busy_of(frame.answers, bucket), bucket.shard_words).flatten()
+            self.heard[words] = torch.where(busy, self.alive[words], 0)
+            fallen_quiet = ~busy & (self.spoke[words] != 0)
+            _forget(self.followed, bucket.first_word, fallen_quiet)
+            own = bucket.own_start // WORD - bucket.first_word
+            own_words = bucket.slice_elements // WORD
+            _forget(self.known, (bucket.own_start - bucket.state_shift) // WORD, fallen_quiet[own : own + own_words])
 
     def follow(self, part: Part) -> None:
         """Follow the answer for a part of a parameter that takes no step by it."""
         answers = self._packets.mail.answers
-        add_signs(self._kernels, part.down_runs, self.followed, answers, self.answer_scales, self.alive)
+        add_signs(self._kernels, part.down_runs, self.followed, answers, self.answer_scales, self.heard)
 
     def conclude(self) -> None:
         """Bring the map of living coordinates up to date with the answers, when all of them have been followed."""
-        self.spoke.copy_(self.alive)
+        self.spoke.copy_(self.heard)
         for bucket, signs, _ in self._packets.answers:
             # A bit of somebody who lives is a sign, and changes nothing here.
             self.alive[bucket.first_word : bucket.stop // WORD].view(bucket.shards, -1).bitwise_or_(signs)
@@ -251,6 +285,21 @@ class MarkovSign:
     def contraction(self) -> float:
         """‖c - C(c)‖²/‖c‖² for the differences c that this rank has sent last; NaN where there were none."""
         return self._unsaid.read()
+
+    def _busy_at(self, bucket: Bucket) -> int:
+        """The byte of a packet at which it says which words are not quiet."""
+        return HEADER_BYTES + self._codec.nbytes(bucket.shard_elements)
+
+    def _busy_of(self, packets: Tensor, bucket: Bucket) -> Tensor:
+        at = self._busy_at(bucket)
+        return packets[..., at : at + WORD_BYTES * words_for(bucket.shard_words)]
+
+
+def _forget(state: Tensor, first: int, words: Tensor) -> None:
+    """Set those words of a state, counted from its word `first` on, to zero."""
+    places = words.nonzero().flatten()
+    if places.numel():
+        state.view(-1, WORD).index_fill_(0, places + first, 0.0)
 
 
 def _scale(sums: list[list[float]]) -> float:

@@ -62,7 +62,7 @@ _SIGNATURES = {
     ),
     "thinwire_markov_encode": (
         _int,
-        [*_RUNS, *_TYPED, _ptr, _ptr, _i64, *[_ptr] * 6, _float, _float, _float, _int],
+        [*_RUNS, *_TYPED, _ptr, _ptr, _i64, *[_ptr] * 7, _float, _float, _float, _int],
     ),
     "thinwire_markov_merge": (None, [*_RUNS, _ptr, _i64, _i64, _ptr, _i64, *[_ptr] * 5]),
     "thinwire_markov_difference": (_int, [*_RUNS, *_TYPED, _ptr, _ptr, _ptr, _i64, _float, _float, _float]),

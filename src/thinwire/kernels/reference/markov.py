@@ -14,7 +14,7 @@ from torch import Tensor
 
 from thinwire.kernels.modes import Say
 from thinwire.kernels.reference.sign import LIMIT
-from thinwire.kernels.reference.words import Run, each_run, flat, float32, run_sum, signed, unpack, words_at
+from thinwire.kernels.reference.words import Run, each_run, flat, float32, padded, run_sum, signed, unpack, words_at
 
 
 def markov_encode(
@@ -23,6 +23,7 @@ def markov_encode(
     m: Tensor | None,
     known: Tensor,
     said: Tensor,
+    busy: Tensor,
     spoke: Tensor,
     alive: Tensor,
     packets: Tensor,
@@ -38,8 +39,9 @@ def markov_encode(
     """Write the signs of what a worker means less what it has said, and hellos where nobody is alive.
 
     A worker means its scaled gradient, none being zeros, or with `m` the momentum that takes it in. `known` and `m`
-    have the element `e` of the flat space at `e - shift`, and so has `said` its word; `spoke` and `alive` are words of
-    the flat space. What has been said is `known`, and where it `spoke` the sign in `said` times `sent_scales` too.
+    have the element `e` of the flat space at `e - shift`, and so have `said` its word and `busy` a byte for the word:
+    whether the worker means anything but zeros there. `spoke` and `alive` are words of the flat space. What has been
+    said is `known`, and where it `spoke` the sign in `said` times `sent_scales` too.
 
     A GREETING lets `known` keep a gradient for which it says hello, as nothing has been said there, and a RECALL, which
     may follow with a better map of the living, takes it from there: it means `known`, and nothing has been said.
@@ -65,6 +67,7 @@ def markov_encode(
         change = torch.where(fit, change, 0.0)
         run.write_bits(packets, torch.where(living, change >= 0, meant != 0))
         words.copy_(words_at(packets, run.byte, run.words))
+        _own_words(run, busy, shift).copy_(padded(meant != 0).view(-1, 64).any(1))
         _write_sums(sums[i], change, living)
         keeps_hello = mode == Say.GREETING and m is None
         here.copy_(torch.where(living, before, meant) if keeps_hello else before)

@@ -44,7 +44,7 @@ class Run:
 
     def write_bits(self, packet: Tensor, bits: Tensor) -> None:
         """Put its bits into a packet, those of the padding being 0."""
-        words_at(packet, self.byte, self.words).copy_(pack(_padded(bits)))
+        words_at(packet, self.byte, self.words).copy_(pack(padded(bits)))
 
     def floats_in(self, packet: Tensor) -> Tensor:
         """Its floats in a packet, as a view."""
@@ -103,7 +103,7 @@ def run_sum(values: Tensor) -> float:
 
     Not by `sum`, which makes up for roundings from Python 3.12 on.
     """
-    by_word = _padded(values).view(-1, 64)
+    by_word = padded(values).view(-1, 64)
     half = 32
     while half:
         by_word = by_word[:, :half] + by_word[:, half : 2 * half]
@@ -114,7 +114,7 @@ def run_sum(values: Tensor) -> float:
     return total
 
 
-def _padded(values: Tensor) -> Tensor:
+def padded(values: Tensor) -> Tensor:
     """Values, and zeros up to a whole number of words."""
     whole = values.new_zeros(-(-values.numel() // 64) * 64)
     whole[: values.numel()] = values
