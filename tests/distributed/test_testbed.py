@@ -158,7 +158,7 @@ def test_a_killed_run_is_cleaned_up_by_the_next_a_living_one_is_not() -> None:
         assert not any(is_gone(pid) for pid in pids)
         process.kill()  # and not waited for: a zombie owns nothing
         # The ranks do not wait for the next testbed.
-        assert eventually(lambda: all(is_gone(pid) for pid in pids))
+        assert eventually(lambda: all(is_gone(pid) for pid in [process.pid, *pids]))
         with Testbed(1):
             assert namespaces_of(process.pid) == []
 

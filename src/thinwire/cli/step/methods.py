@@ -271,7 +271,7 @@ METHODS: dict[str, Method] = {
         **MOSTLY_LOCAL,
     ),
     "onebit-lamb": _thinwire(thinwire.OneBitLamb, "flat, after its warm-up", **WARMED_UP),
-    "cd-adam": _thinwire(thinwire.CDAdam, "flat"),
+    "cd-adam": _thinwire(thinwire.CDAdam, "flat", theory=_each_way(65 / 64)),
     "cd-adam-topk": _thinwire(
         thinwire.CDAdam,
         f'flat, codec="topk": one element in {TOPK_OF}, 64 bits each',
