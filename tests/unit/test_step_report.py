@@ -234,9 +234,10 @@ def test_names_of_all_methods_fit(results: Results) -> None:
 
 
 def test_words() -> None:
-    assert [words.seconds(value) for value in (0.00123, 0.1234, 1.234, 12.345)] == [
+    assert [words.seconds(value) for value in (0.00123, 0.1234, 0.9996, 1.234, 12.345)] == [
         "1.23 ms",
         "123 ms",
+        "1 s",
         "1.23 s",
         "12.35 s",
     ]

@@ -161,8 +161,6 @@ class MarkovSign:
         """Who was alive at the last message, and not in a quiet word."""
         self.heard = torch.zeros(layout.size // WORD, dtype=torch.int64)
         """The same for the message that is under way, or has just been heard."""
-        self._merging = torch.zeros(layout.size // WORD, dtype=torch.int64)
-        """The same again for shards that this rank answers for."""
         self.answer_scales = torch.zeros(layout.shards, dtype=torch.float32)
         self._mode = Say.ORDINARY
         self._owner_sums = [torch.zeros(len(table), 3, dtype=torch.float64) for table in self._owned.tables]
@@ -239,14 +237,14 @@ class MarkovSign:
         first = bucket.first_word + shard * bucket.shard_words
         words = slice(first, first + bucket.shard_words)
         busy = bits.unpack(self._busy_of(answer, bucket), bucket.shard_words)
-        self._merging[words] = torch.where(busy, self.alive[words], 0)
+        self.heard[words] = torch.where(busy, self.alive[words], 0)
         _forget(self.mean, first - bucket.shift_of(self._owned.shards) // WORD, ~busy & (self.spoke[words] != 0))
         self._kernels.markov_merge(
             self._owned.tables[bucket.index],
             frame.received,
             self.mean,
             self.followed,
-            self._merging,
+            self.heard,
             answer,
             scales=self._packets.received_scales(frame),
             sums=sums,

@@ -10,7 +10,8 @@ __all__ = ["byte_count", "rate", "ratio", "seconds", "short_byte_count", "span"]
 
 def seconds(value: float) -> str:
     """With three digits, in ms or s."""
-    return f"{value:.2f} s" if value >= 10 else f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms"
+    # Below one second with three digits, and not 1e+03 ms.
+    return f"{value:.2f} s" if value >= 10 else f"{value:.3g} s" if value >= 0.9995 else f"{1e3 * value:.3g} ms"
 
 
 def span(low: float, high: float) -> str:
