@@ -83,8 +83,8 @@ class CDAdam(Greeting, AdamLike):
 
     When not to use it:
         With small noisy batches: differences of gradients are then mostly noise, of which one bit with one scale a
-        shard says little, and g̃ trails behind (`thinwire demo --optimizer cd-adam` shows by how much; `codec="topk"` is
-        better there). `thinwire.Birder` needs no warm-up either and copes with noise.
+        shard says little, and g̃ trails behind (`thinwire demo --optimizer cd-adam` ends at a loss of 2.93, with "topk"
+        at 2.32, where AdamW has 1.68). `thinwire.Birder` needs no warm-up either and copes with noise.
 
         With "sign", where coordinates often have no gradient for a while, but not 64 neighbours at once: g̃ swings about
         zero there in steps of the whole shard's scale, and as Adam takes every swing for large they wander by up to
