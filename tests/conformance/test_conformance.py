@@ -59,7 +59,6 @@ OPTIMIZERS = [
     Entry(thinwire.Lamb, 0.05, dense_steps=3),
     Entry(thinwire.OneBitLamb, 0.12, WARM_UP, dense_steps=3, buckets_matter=True),
     Entry(thinwire.CDAdam, 0.06, buckets_matter=True),
-    Entry(thinwire.CDAdam, 0.06, {"compress": "momentum"}, buckets_matter=True, variant="momentum"),
     Entry(thinwire.CDAdam, 0.06, {"codec": "topk", "ratio": 0.1}, buckets_matter=True, sparse=True, variant="topk"),
     Entry(thinwire.SketchedAMSGrad, 0.02, sparse=True),
 ]
