@@ -75,14 +75,17 @@ def test_the_distributed_run_is_the_oracle(name: str) -> None:
     assert_it_is_the_oracle(CASES[name], run_ranks(run_case, 3, CASES[name]))
 
 
-@pytest.mark.parametrize("name", ESSENTIAL)
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("world_size", "name"), [*((2, name) for name in ESSENTIAL), *((1, f"{base}, defaults") for base in BASES)]
+)
 def test_with_fewer_workers_too(world_size: int, name: str) -> None:
     assert_it_is_the_oracle(CASES[name], run_ranks(run_case, world_size, CASES[name]))
 
 
-@pytest.mark.parametrize("name", ESSENTIAL)
-@pytest.mark.parametrize(("nodes", "ranks"), [(2, 2), (1, 2)])
+@pytest.mark.parametrize(
+    ("nodes", "ranks", "name"),
+    [*((2, 2, name) for name in ESSENTIAL), *((1, 2, f"{base}, sometimes nonfinite") for base in BASES)],
+)
 def test_a_hierarchical_run_is_the_oracle_of_its_nodes(nodes: int, ranks: int, name: str) -> None:
     results = run_nodes(run_hierarchical, nodes, ranks, CASES[name])
     assert_it_is_the_oracle(CASES[name], results, ranks)
