@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -211,8 +211,8 @@ def test_a_bad_number_says_what_was_said_before_and_nothing_moves(name: str, num
 
 
 @pytest.mark.parametrize("compress", ["gradient", "momentum"])
-def test_of_a_first_step_that_is_skipped_only_the_greeting_is_heard(compress: str) -> None:
-    oracle = CDAdamOracle([Group([np.ones(4)], 0.1)], 2, bucket_elements=64, compress=compress)  # type: ignore[arg-type]
+def test_of_a_first_step_that_is_skipped_only_the_greeting_is_heard(compress: Literal["gradient", "momentum"]) -> None:
+    oracle = CDAdamOracle([Group([np.ones(4)], 0.1)], 2, bucket_elements=64, compress=compress)
     gradients = [[np.array([1.0, 0.0, np.nan, 0.0])], [np.array([0.0, 2.0, 0.0, 0.0])]]
     assert oracle.step(gradients).skipped
     assert oracle.alive.tolist() == [True, True, False, False]
