@@ -16,10 +16,11 @@ from torch import Tensor
 
 from thinwire._checks import is_integer
 from thinwire.codecs import AddingCodec
+from thinwire.codecs._scratch import Scratch
 from thinwire.kernels import rng
 from thinwire.kernels.ops import Kernels
 
-PRIME = 2**31 - 1
+MAX_ELEMENTS = rng.HASH_PRIME
 """Elements beyond it would not be told apart."""
 MAX_ROWS = 15
 MAX_COLUMNS = 2**30
@@ -50,7 +51,7 @@ class CountSketch(AddingCodec):
         self.rows, self.columns = rows, columns
         numbers = [[rng.hash_coefficient(seed, row, power) for power in range(4)] for row in range(rows)]
         self._coefficients = torch.tensor(numbers, dtype=torch.int64)
-        self._scratch = torch.empty(0, dtype=torch.int64)
+        self._scratch = Scratch()
 
     def nbytes(self, length: int) -> int:
         """See `Codec`."""
@@ -78,11 +79,8 @@ class CountSketch(AddingCodec):
             ranges: (first, count) of the stretches to look at, in order; each begins at a multiple of 64.
             indices: int32, gets them in order.
         """
-        if self._scratch.numel() < 2 * indices.numel():
-            self._scratch = torch.empty(2 * indices.numel(), dtype=torch.int64)
-        self._kernels.sketch_top_k(
-            self._table(packet), peak, ranges, indices, self._scratch, coefficients=self._coefficients
-        )
+        scratch = self._scratch.for_(indices)
+        self._kernels.sketch_top_k(self._table(packet), peak, ranges, indices, scratch, coefficients=self._coefficients)
 
     def _table(self, packet: Tensor) -> Tensor:
         return packet.view(torch.float32)[: self.rows * self.columns].view(self.rows, self.columns)

@@ -13,9 +13,9 @@ from torch import Tensor
 from thinwire.codecs import Projection
 from thinwire.kernels.modes import Say, Source
 from thinwire.kernels.ops import Kernels
+from thinwire.wire.buckets import WORD
 
-_WORD = 64
-_WORD_BYTES = 8
+_WORD_BYTES = WORD // 8
 
 
 class Sign(Projection):
@@ -54,7 +54,7 @@ class Sign(Projection):
             _run(length),
             values,
             None,
-            torch.zeros(words * _WORD, dtype=torch.float32),
+            torch.zeros(words * WORD, dtype=torch.float32),
             torch.empty(words, dtype=torch.int64),
             torch.empty(words, dtype=torch.uint8),
             nothing,
@@ -110,7 +110,7 @@ def add_signs(kernels: Kernels, runs: Tensor, values: Tensor, packets: Tensor, s
 
 
 def _words(length: int) -> int:
-    return -(-length // _WORD)
+    return -(-length // WORD)
 
 
 def _run(length: int) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import Projection
+from thinwire.codecs._scratch import Scratch
 from thinwire.kernels.ops import Kernels
 
 _ENTRY_BYTES = 8
@@ -40,7 +41,7 @@ class TopK(Projection):
         check_ratio(ratio)
         self._kernels = kernels
         self._ratio = ratio
-        self._scratch = torch.empty(0, dtype=torch.int64)
+        self._scratch = Scratch()
 
     def nbytes(self, length: int) -> int:
         """See `Codec`."""
@@ -49,9 +50,7 @@ class TopK(Projection):
     def encode(self, values: Tensor, packet: Tensor) -> None:
         """See `Codec`."""
         indices, amounts = self._entries(packet)
-        if self._scratch.numel() < 2 * indices.numel():
-            self._scratch = torch.empty(2 * indices.numel(), dtype=torch.int64)
-        self._kernels.top_k(values, indices, self._scratch)
+        self._kernels.top_k(values, indices, self._scratch.for_(indices))
         torch.index_select(values, 0, indices, out=amounts)
 
     def decode(self, packet: Tensor, values: Tensor, weight: float = 1.0) -> None:

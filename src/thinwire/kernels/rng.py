@@ -16,6 +16,9 @@ WORKER_STREAM = 0
 OWNER_STREAM = 1
 HASH_STREAM = 2
 
+HASH_PRIME = 2**31 - 1
+"""The modulus of the polynomials that hash elements for count sketches."""
+
 
 def splitmix(z: int) -> int:
     """One step of the splitmix64 generator, as a hash of 64 bits."""
@@ -44,8 +47,8 @@ def owner_key(seed: int, step: int) -> int:
 
 
 def hash_coefficient(seed: int, row: int, power: int) -> int:
-    """A coefficient, modulo 2^31 - 1, of the polynomial that hashes elements in a row of a count sketch."""
-    return key(seed, HASH_STREAM, row, power) % (2**31 - 1)
+    """A coefficient, modulo HASH_PRIME, of the polynomial that hashes elements in a row of a count sketch."""
+    return key(seed, HASH_STREAM, row, power) % HASH_PRIME
 
 
 def draw(key: int, counters: Tensor) -> Tensor:

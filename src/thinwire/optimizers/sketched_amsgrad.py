@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import ParamsT
 
 from thinwire._checks import is_integer
-from thinwire.codecs.count_sketch import PRIME, CountSketch
+from thinwire.codecs.count_sketch import MAX_ELEMENTS, CountSketch
 from thinwire.codecs.dense import Floats
 from thinwire.optimizers._adam import AdamLike, signed
 from thinwire.optimizers._inputs import check_seed
@@ -154,7 +154,7 @@ class SketchedAMSGrad(AdamLike):
 
     def _declare(self, layout: Layout) -> tuple[dict[str, Scheme], State]:
         elements = sum(slot.numel for slot in layout.slots)
-        if layout.size >= PRIME:
+        if layout.size >= MAX_ELEMENTS:
             raise ValueError(f"{elements} parameters: a count sketch tells at most 2**31 - 1 apart")
         k = min(elements, max(32, math.ceil(elements / 100))) if self._k is None else self._k
         if not is_integer(k, min(elements, 1), elements):

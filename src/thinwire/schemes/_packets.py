@@ -60,6 +60,12 @@ class SignPackets:
         """The scale of what each worker has sent."""
         return self._codec.scales_of(frame.received[:, HEADER_BYTES:], frame.bucket.shard_elements).contiguous()
 
+    def read_answers(self, scales: Tensor) -> None:
+        """Put the scales of all answers into a table that has one for every shard."""
+        for bucket, _, of_bucket in self.answers:
+            number = bucket.shard_number(0)
+            scales[number : number + bucket.shards] = of_bucket
+
     def write_sent(self, frame: Frame, row: int, scale: float) -> None:
         """Put a scale into a packet to be sent."""
         at = frame.sent_at + row * frame.sent.shape[1] + self._scale_at(frame)

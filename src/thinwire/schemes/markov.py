@@ -254,9 +254,7 @@ class MarkovSign:
 
     def hear(self) -> None:
         """Get to know the scales and the quiet words of all answers, when the whole exchange is done."""
-        for bucket, _, scales in self._packets.answers:
-            number = bucket.shard_number(0)
-            self.answer_scales[number : number + bucket.shards] = scales
+        self._packets.read_answers(self.answer_scales)
         for frame in self._packets.mail.frames:
             bucket = frame.bucket
             words = slice(bucket.first_word, bucket.stop // WORD)

@@ -146,10 +146,9 @@ class ScaledSign:
         if self.answer_before is not None and self.answer_scales_before is not None:
             self.answer_before.copy_(self.answer)
             self.answer_scales_before.copy_(self.answer_scales)
-        for bucket, signs, scales in self._packets.answers:
-            number = bucket.shard_number(0)
+        self._packets.read_answers(self.answer_scales)
+        for bucket, signs, _ in self._packets.answers:
             self.answer[bucket.first_word : bucket.stop // WORD].view(bucket.shards, -1).copy_(signs)
-            self.answer_scales[number : number + bucket.shards] = scales
 
     def forget(self) -> None:
         """Start all memories from zero."""
