@@ -254,4 +254,6 @@ void thinwire_sketch_top_k(const float *table, int64_t rows, int64_t columns, co
   in_use->table->sketch_top_k(table, rows, columns, coefficients, peak, ranges, n_ranges, k, indices, scratch);
 }
 
+uint32_t thinwire_crc32c(const uint8_t *data, int64_t count, uint32_t crc) { return in_use->table->crc32c(data, count, crc); }
+
 }  // extern "C"

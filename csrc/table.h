@@ -37,6 +37,7 @@ struct thinwire_table {
   decltype(&thinwire_sketch_add) sketch_add;
   decltype(&thinwire_sketch_estimate) sketch_estimate;
   decltype(&thinwire_sketch_top_k) sketch_top_k;
+  decltype(&thinwire_crc32c) crc32c;
 };
 
 #endif

@@ -19,7 +19,7 @@ extern "C" {
 #endif
 
 /* Bumped whenever a signature below changes, so that a stale library is recognised instead of called wrongly. */
-#define THINWIRE_ABI 4
+#define THINWIRE_ABI 5
 
 enum thinwire_dtype { THINWIRE_F32 = 0, THINWIRE_BF16 = 1, THINWIRE_F16 = 2 };
 
@@ -209,8 +209,8 @@ THINWIRE_API void thinwire_sparse_amsgrad(float *x, int64_t count, void *low, in
                                           const float *momenta, const float *gradients, int64_t k, int64_t first, float beta2,
                                           float one_minus_beta2, float eps, float rate, float decay);
 
-/* The indices, ascending, of the `k` largest |values|, none of them NaN; the lower index wins a tie. `scratch` has room for
- * 2k, here and below. */
+/* The indices, ascending, of the `k` largest |values|; the lower index wins a tie, and NaN is larger than all. `scratch` has
+ * room for 2k, here and below. */
 THINWIRE_API void thinwire_top_k(const float *values, int64_t count, int64_t k, int32_t *indices, uint64_t *scratch);
 
 /* values[indices[i]] <- itself plus weight amounts[i], in order. Returns 1, or 0 when an index was outside of the `count`
@@ -229,9 +229,12 @@ THINWIRE_API void thinwire_sketch_estimate(const float *table, int64_t rows, int
                                            int64_t count, float weight, float *values);
 
 /* The elements, ascending, of the `k` largest |estimate| / sqrt(peak) in `ranges`, pairs of first element and count; the lower
- * element wins a tie. `peak` has the flat element e at e. */
+ * element wins a tie. `peak` has the flat element e at e. With NaN in the table it is some k elements of `ranges`. */
 THINWIRE_API void thinwire_sketch_top_k(const float *table, int64_t rows, int64_t columns, const int64_t *coefficients, const float *peak,
                                         const int64_t *ranges, int64_t n_ranges, int64_t k, int32_t *indices, uint64_t *scratch);
+
+/* CRC-32C (RFC 3720) of `count` bytes that follow others, whose CRC is `crc`; 0 where none do. */
+THINWIRE_API uint32_t thinwire_crc32c(const uint8_t *data, int64_t count, uint32_t crc);
 
 #ifdef __cplusplus
 }

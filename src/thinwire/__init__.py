@@ -11,6 +11,7 @@ Example::
 
 from thinwire._version import __version__
 from thinwire.attach import attach
+from thinwire.errors import CorruptCheckpoint, CorruptPacket, PeerLost, ReplicasDiffer, TooManySkips
 from thinwire.metrics import Metrics
 from thinwire.optimizers.birder import Birder
 from thinwire.optimizers.cd_adam import CDAdam
@@ -23,11 +24,16 @@ from thinwire.optimizers.zero_one_adam import ZeroOneAdam
 __all__ = [
     "Birder",
     "CDAdam",
+    "CorruptCheckpoint",
+    "CorruptPacket",
     "Lamb",
     "Metrics",
     "OneBitAdam",
     "OneBitLamb",
+    "PeerLost",
+    "ReplicasDiffer",
     "SketchedAMSGrad",
+    "TooManySkips",
     "ZeroOneAdam",
     "__version__",
     "attach",

@@ -210,6 +210,11 @@ class _Watch:
             )
 
     def _after_step(self, *_: object) -> None:
+        if self._optimizer._skipped and self._grad_scaler is not None and self._grad_scaler.is_enabled():
+            # What is infinite on one rank is skipped by all, and their scales must go down together: the scaler sees
+            # this rank's gradients only.
+            for found in self._grad_scaler._found_inf_per_device(self._optimizer).values():
+                found.fill_(1.0)
         fewer = any(0 < seen < expected for seen, expected in zip(self._seen, self._expected, strict=True))
         self._steps_with_fewer = self._steps_with_fewer + 1 if fewer else 0
         if self._steps_with_fewer == _PATIENCE:

@@ -487,6 +487,6 @@ def fall_behind(rank: int, world_size: int, late_rank: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_rank_of_a_node_that_is_a_step_behind_stops_all(world_size: int) -> None:
     errors = run_ranks_expecting_errors(fall_behind, world_size, 1)
-    assert all(error.type_name == "RuntimeError" for error in errors)
+    assert all(error.type_name == "CorruptPacket" for error in errors)
     assert "packet from rank 1 for step 3, bucket 0: step is 2, expected 3" in errors[0].message
     assert "packet from rank 0 for step 2, bucket 0: step is 3, expected 2" in errors[1].message

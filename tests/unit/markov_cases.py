@@ -317,7 +317,7 @@ def same_selection(operation: str, **case: Any) -> list[int]:
         for name, before in inputs.items():
             after = allocation(case[name])
             if name == "scratch":
-                edges = torch.cat([after[:ROOM], after[-ROOM:]])
+                edges = torch.cat([after[:ROOM], after[after.numel() - ROOM :]])
                 assert bool((edges == 0xA5).all()), f"{operation} on {isa} writes around its scratch room"
             elif name != "indices":
                 assert torch.equal(after, before), f"{operation} on {isa} changes {name}"

@@ -62,6 +62,7 @@ def test_kernels_as_json() -> None:
         "top-k, k = n/64": (4.0625, None),
         "sketch add, 5 × n/50": (4.8, 25),
         "sketch top-k, k = n/500": (4.408, 40),
+        "CRC-32C of fp32": (4, None),
     }.items():
         row = rows[f"{name}, time in memcpys"]
         assert (row["bytes_per_element"], row["bar"], row["higher_is_better"]) == (pytest.approx(touched), bar, False)

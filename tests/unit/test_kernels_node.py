@@ -22,6 +22,7 @@ from tests.unit.kernel_cases import (
     TAILS,
     WORD,
     allocation,
+    crc_case,
     cut,
     each_backend,
     each_grad,
@@ -281,6 +282,7 @@ SMALL_CASES: dict[str, dict[str, Any]] = {
     "dense_apply": dense_case(100, seed=0),
     **sign_cases.a_case_of_each(100, 1),
     **markov_cases.a_case_of_each(100),
+    "crc32c": crc_case(100, seed=0),
 }
 
 

@@ -66,7 +66,7 @@ def _measure(elements: int, repeats: int) -> list[Row]:
     to = torch.empty_like(grad)
     copy = _Case("memcpy of fp32", lambda: to.copy_(grad), 8.0)
     cases = [copy, *_birder_cases(grad), *_sign_cases(grad), *_float_cases(grad)]
-    cases += [*_markov_cases(grad), *_sparse_cases(grad)]
+    cases += [*_markov_cases(grad), *_sparse_cases(grad), _checksum_case(grad)]
     seconds: dict[str, list[float]] = {case.name: [] for case in cases}
     for turn in range(repeats + 1):
         for case in cases:
@@ -279,6 +279,13 @@ def _sparse_cases(grad: Tensor) -> list[_Case]:
         _Case("sketch add, 5 × n/50, time in memcpys", add, 4.8, bar=25.0, judged="time"),
         _Case("sketch top-k, k = n/500, time in memcpys", pick, 4.4 + 4 / 500, bar=40.0, judged="time"),
     ]
+
+
+def _checksum_case(grad: Tensor) -> _Case:
+    """Of the bytes that the memcpy copies; they are only read."""
+    kernels = BACKENDS["native"]
+    data = grad.view(torch.uint8)
+    return _Case("CRC-32C of fp32, time in memcpys", lambda: kernels.crc32c(data), 4.0, judged="time")
 
 
 def _slow_encodes(grad: Tensor) -> list[tuple[str, Callable[[], object], float, float | None]]:

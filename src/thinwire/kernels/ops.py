@@ -55,6 +55,7 @@ class Kernels:
     sketch_top_k: Callable[..., None]
     square_sum: Callable[[Tensor], float]
     precondition: Callable[..., None]
+    crc32c: Callable[..., int]
 
     def any_of(self, rows: Tensor, byte: int, words: int, answer: Tensor, answer_byte: int) -> None:
         """The *or* of all rows: what a vote is where nobody is known to be alive."""

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import ParamsT
 
 from thinwire.optimizers._base import WireOptimizer
+from thinwire.optimizers._options import WireOptions
 from thinwire.optimizers._state import LayerNumbers, State
 from thinwire.schemes import Scheme
 from thinwire.schemes.dense import Dense
 from thinwire.schemes.scaled_sign import ScaledSign
 from thinwire.wire.buckets import Layout
 from thinwire.wire.mail import Part
-from thinwire.wire.topology import Choice
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 DENSE = "dense"
 SIGNS = "signs"
@@ -37,22 +38,10 @@ class AdamLike(WireOptimizer):
         weight_decay: float,
         *,
         maximize: bool,
-        process_group: dist.ProcessGroup | None,
-        topology: Choice,
-        mesh: DeviceMesh | None,
-        node_dtype: torch.dtype,
-        bucket_mb: float | None,
+        **wire: Unpack[WireOptions],
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(
-            params,
-            defaults,
-            process_group=process_group,
-            topology=topology,
-            mesh=mesh,
-            node_dtype=node_dtype,
-            bucket_mb=bucket_mb,
-        )
+        super().__init__(params, defaults, **wire)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         if not 0 <= float(group["lr"]) < math.inf:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from thinwire._version import __version__
+from thinwire.errors import name_ranks
 from thinwire.optimizers import _state_dict
 from thinwire.optimizers._inputs import checksum
 from thinwire.wire.peers import Peers
@@ -31,6 +32,8 @@ def describe(optimizer: WireOptimizer, names: dict[Tensor, str]) -> Description:
         "how many ranks a node has (start as many on each, or use topology='flat')": optimizer._topology.source,
         "the topology": str(optimizer._topology),
         "node_dtype": str(optimizer._node_dtype),
+        "max_consecutive_skips": optimizer._skips.most,
+        "check_replicas_every": optimizer._replica_check.every,
         **optimizer._settings(),
         **optimizer._progress(),
         "the number of parameter groups": len(optimizer.param_groups),
@@ -45,7 +48,7 @@ def describe(optimizer: WireOptimizer, names: dict[Tensor, str]) -> Description:
     for i in range(len(params)):
         # Ranks exchange moves, not values: replicas that start apart would stay apart.
         value = optimizer._agreed_value(len(params) - 1 - i)
-        description[f"the checksum of the values of parameter {i}"] = checksum(value)
+        description[f"the checksum of the values of parameter {i}"] = checksum(value, optimizer._kernels)
     return description
 
 
@@ -62,11 +65,5 @@ def require_agreement(peers: Peers, description: Description) -> None:
         for rank, one in enumerate(everybody):
             holders[repr(one[field]) if field in one else "missing"].append(rank)
         if len(holders) > 1:
-            values = "; ".join(f"{value} on {_ranks(ranks)}" for value, ranks in holders.items())
+            values = "; ".join(f"{value} on {name_ranks(ranks)}" for value, ranks in holders.items())
             raise RuntimeError(f"ranks disagree on {field}: {values}. It must be the same on all ranks.")
-
-
-def _ranks(ranks: list[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return "ranks " + ", ".join(map(str, ranks))

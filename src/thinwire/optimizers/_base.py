@@ -27,6 +27,7 @@ from thinwire.optimizers import _state_dict
 from thinwire.optimizers._agreement import describe, require_agreement
 from thinwire.optimizers._inputs import LOW_PRECISION, check_dtypes, gradient_of
 from thinwire.optimizers._paper import LOCAL, Paper
+from thinwire.optimizers._safety import ReplicaCheck, Skips
 from thinwire.optimizers._traffic import Channel, Link, Presence, Traffic
 from thinwire.wire import packet
 from thinwire.wire.buckets import Layout, bucket_elements, is_dense
@@ -53,17 +54,21 @@ class WireOptimizer(Paper):
     # GradScaler would otherwise decide a rank at a time whether step() is called, and the others would wait for ever.
     _step_supports_amp_scaling = True
     _built = False
+    _skipped = False
+    """Whether the last step was."""
 
     def __init__(
         self,
         params: ParamsT,
         defaults: dict[str, Any],
         *,
-        process_group: dist.ProcessGroup | None,
-        topology: Choice,
-        mesh: DeviceMesh | None,
-        node_dtype: torch.dtype,
-        bucket_mb: float | None,
+        process_group: dist.ProcessGroup | None = None,
+        topology: Choice = "auto",
+        mesh: DeviceMesh | None = None,
+        node_dtype: torch.dtype = torch.float32,
+        bucket_mb: float | None = None,
+        max_consecutive_skips: int | None = 100,
+        check_replicas_every: int = 100,
     ) -> None:
         if bucket_mb is not None and not 0 < bucket_mb < math.inf:
             raise ValueError(f"bucket_mb={bucket_mb!r}: expected a positive number, in megabytes of fp32 gradient")
@@ -71,6 +76,8 @@ class WireOptimizer(Paper):
             raise ValueError(f"node_dtype={node_dtype!r}: expected torch.float32 or torch.bfloat16")
         self._bucket_mb = bucket_mb
         self._node_dtype = node_dtype
+        self._skips = Skips(max_consecutive_skips)
+        self._replica_check = ReplicaCheck(check_replicas_every)
         self._peers = Peers.of(process_group)
         self._topology = choose(topology, mesh, self._peers)
         self._meter = Meter()
@@ -78,6 +85,7 @@ class WireOptimizer(Paper):
         self._traffic: Traffic | None = None
         """Opened when all ranks have agreed, at the first step or by `attach`."""
         self._repeats = False
+        self._names: dict[Tensor, str] = {}
         # What load_state_dict is about to copy: our state, and pairs of (own, loaded).
         self._loading: tuple[dict[Tensor, dict[str, Tensor]], list[tuple[Tensor, Tensor]]] = ({}, [])
         super().__init__(params, defaults)
@@ -180,7 +188,8 @@ class WireOptimizer(Paper):
         if self._traffic is not None and names is None:
             return
         self._peers.refuse_late_group()
-        require_agreement(self._peers, describe(self, names or {}))
+        self._names = names or self._names
+        require_agreement(self._peers, describe(self, self._names))
         if self._topology.complaint is not None:
             raise ValueError(self._topology.complaint)
         if self._traffic is None:
@@ -233,7 +242,9 @@ class WireOptimizer(Paper):
         for position, grad in zip(rest, gradients, strict=True):
             self._encode(position, grad, scale)
         flags = self._settle(self._wait())
-        if flags & packet.NONFINITE:
+        self._skipped = bool(flags & packet.NONFINITE)
+        skipped_by_all = self._skipped and self._skips_together
+        if self._skipped:
             self._meter.skipped_steps += 1
         else:
             with self._meter.apply:
@@ -243,6 +254,8 @@ class WireOptimizer(Paper):
         self._meter.steps += 1
         self._step_count += 1
         self._begin_step()
+        self._skips.note(int(self._step_count), skipped=skipped_by_all)
+        self._replica_check.after(self, int(self._step_count))
         return loss
 
     def _refuse_thawed(self) -> None:
@@ -275,7 +288,7 @@ class WireOptimizer(Paper):
         if not self._under_way:
             self._under_way = True
             self._before_exchange()
-            traffic.begin(channel, self._node)
+            traffic.begin(channel, self._node, self._step_number)
         for part in channel.mail.parts[position]:
             bucket = part.frame.bucket
             if grad is not None:

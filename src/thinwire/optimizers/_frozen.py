@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import ParamsT
 
 from thinwire.optimizers import _warmup
 from thinwire.optimizers._adam import DENSE, SIGNS, AdamFamily, check_error_dtype, check_floor, keep_signs
+from thinwire.optimizers._options import WireOptions
 from thinwire.optimizers._state import State
 from thinwire.optimizers._warmup import Warmup
 from thinwire.schemes import Scheme
 from thinwire.schemes.scaled_sign import ScaledSign
 from thinwire.wire.buckets import Layout
 from thinwire.wire.mail import Part
-from thinwire.wire.topology import Choice
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class FrozenVariance(AdamFamily):
@@ -46,30 +47,14 @@ class FrozenVariance(AdamFamily):
         variance_floor: float,
         maximize: bool,
         error_dtype: torch.dtype,
-        process_group: dist.ProcessGroup | None,
-        topology: Choice,
-        mesh: DeviceMesh | None,
-        node_dtype: torch.dtype,
-        bucket_mb: float | None,
+        **wire: Unpack[WireOptions],
     ) -> None:
         check_error_dtype(error_dtype)
         check_floor(variance_floor)
         self._warmup_steps: _warmup.Length = warmup_steps
         self._variance_floor = variance_floor
         self._error_dtype = error_dtype
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            maximize=maximize,
-            process_group=process_group,
-            topology=topology,
-            mesh=mesh,
-            node_dtype=node_dtype,
-            bucket_mb=bucket_mb,
-        )
+        super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, **wire)
         _warmup.warn_of_dense_run(warmup_steps, total_steps, self._largest_beta2())
 
     def _check_group(self, group: dict[str, Any]) -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from thinwire._checks import MANY, is_integer
+from thinwire.kernels.ops import Kernels
 from thinwire.wire.buckets import is_dense
-from thinwire.wire.mail import memory_of
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 _DTYPES = (torch.float32, *LOW_PRECISION)
@@ -28,10 +27,10 @@ def check_dtypes(params: Iterable[Tensor]) -> None:
             raise TypeError(f"a parameter of {p.dtype}: expected float32, bfloat16 or float16{hint}")
 
 
-def checksum(p: Tensor) -> int:
-    """CRC-32 of a parameter's values."""
+def checksum(p: Tensor, kernels: Kernels) -> int:
+    """CRC-32C of a parameter's values."""
     values = p.detach() if is_dense(p) else p.detach().contiguous()
-    return zlib.crc32(memory_of(values))
+    return kernels.crc32c(values.as_strided((values.numel(),), (1,)).view(torch.uint8))
 
 
 def gradient_of(p: Tensor) -> Tensor | None:

@@ -57,6 +57,11 @@ class Paper(Optimizer, abc.ABC):
     ) -> None:
         """Move a parameter by the answer. `x` is fp32, dense; if it is a master, `low` is the parameter."""
 
+    @property
+    def _skips_together(self) -> bool:
+        """Whether all ranks skip the step under way if one of them does."""
+        return True
+
     def _first_flags(self) -> int:
         """The flags with which this step's packets start out."""
         return 0

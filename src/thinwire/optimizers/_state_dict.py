@@ -131,4 +131,5 @@ def _copy_in(registered: Optimizer) -> None:
             own.copy_(loaded)
     optimizer.state.clear()
     optimizer.state.update(state)
+    optimizer._skips.forget()
     optimizer._begin_step()

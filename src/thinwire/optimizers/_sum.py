@@ -63,7 +63,7 @@ class Sum:
         if link.node_group is not None and self._node is None:
             self._node = Node(mail, self._topology, link.node_group, torch.float32, self._kernels, link.meter)
         presence = Presence(len(mail.frames))
-        traffic.begin(self._channel, self._node)
+        traffic.begin(self._channel, self._node, step)
         encode_mean = None if self._node is None else self._encode_mean
         for part in mail.parts[0]:
             bucket = part.frame.bucket

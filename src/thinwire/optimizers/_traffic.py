@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.errors import CorruptPacket
 from thinwire.kernels.ops import Kernels
 from thinwire.metrics import Meter
 from thinwire.schemes import Scheme
@@ -20,6 +21,7 @@ from thinwire.wire.buckets import Layout
 from thinwire.wire.exchange import Exchange, Job
 from thinwire.wire.lane import Failure, Lane
 from thinwire.wire.mail import Frame, Mail, Part
+from thinwire.wire.messages import hang_up
 from thinwire.wire.node import Node
 from thinwire.wire.topology import Topology
 
@@ -59,10 +61,11 @@ class Channel:
         self._exchange = None
         self.released = True
 
-    def exchange(self, group: dist.ProcessGroup | None, meter: Meter) -> Exchange:
-        """Who sends and receives these packets, over a group of the ranks that work on the same slice."""
+    def exchange(self, link: Link) -> Exchange:
+        """Who sends and receives these packets."""
         if self._exchange is None:
-            self._exchange = Exchange(self.mail, self._topology, None if self._local else group, meter)
+            group = None if self._local else link.group
+            self._exchange = Exchange(self.mail, self._topology, group, link.kernels, link.meter)
         return self._exchange
 
 
@@ -117,23 +120,25 @@ class Traffic:
     """The buckets of one exchange after another, on three lanes."""
 
     def __init__(self, link: Link) -> None:
-        self._failure = Failure()
+        groups = [group for group in (link.group, link.node_group) if group is not None]
+        # Other lanes may wait for ranks that are well, but will say nothing more: they have lost somebody too.
+        self._failure = Failure(then=[functools.partial(hang_up, group) for group in groups])
         # Three, so that a bucket can be sent while others wait for packets, and others again for answers.
         self._lanes = [Lane(threaded=link.threaded, failure=self._failure) for _ in range(3)]
         self._sending, self._answering, self._collecting = self._lanes
         self.link = link
         self._trip: _Trip | None = None
-        self._refusal: RuntimeError | None = None
+        self._refusal: CorruptPacket | None = None
         self.flags_seen = 0
         """What any rank has raised in the exchange under way or just over."""
 
-    def begin(self, channel: Channel, node: Node | None) -> None:
+    def begin(self, channel: Channel, node: Node | None, step: int) -> None:
         """Be ready for all packets of an exchange, and for what the ranks of the node have to tell each other."""
-        exchange = channel.exchange(self.link.group, self.link.meter)
+        exchange = channel.exchange(self.link)
         self._trip = _Trip(channel.scheme, channel.mail, exchange, node)
         self._refusal = None
         self.flags_seen = 0
-        self._sending.submit(exchange.listen)
+        self._sending.submit(functools.partial(exchange.listen, step))
 
     def submit(self, job: Job, presence: Presence, encode_mean: EncodeMean | None, *, gradients: bool) -> None:
         """Send a bucket on its way.
@@ -187,19 +192,28 @@ class Traffic:
             trip.node.share(job)
         try:
             self.flags_seen |= trip.exchange.conclude(job)
-        except RuntimeError as refusal:
+        except CorruptPacket as refusal:
             # Not raised here, where it would stop the lanes: other ranks count on the packets that are under way.
             self._refusal = self._refusal or refusal
+        if job.frame is trip.mail.frames[-1]:
+            self._refusal = trip.exchange.agree(job.step, self._refusal)
+            if trip.node is not None:
+                self._refusal = trip.node.agree(job.step, self._refusal)
 
     def drain(self) -> None:
         """Wait for what the lanes are at, so that nobody changes what they read.
 
         Raises:
-            RuntimeError: when an exchange has failed.
+            PeerLost: when a rank is dead, frozen or out of reach.
+            CorruptPacket: on all ranks, when one of them got a packet that it could not accept.
+            RuntimeError: when an exchange has failed for another reason. All of them now and ever after.
         """
         for lane in self._lanes:
             lane.drain()
         self._trip = None  # whose packets may be large, and not needed again
         if self._refusal is not None:
             self._failure.note(self._refusal)
+        if self._failure.exception is not None:
+            for lane in self._lanes:
+                lane.close()
         self._failure.check()

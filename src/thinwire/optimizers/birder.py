@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import ParamsT
 
 from thinwire.kernels import rng
 from thinwire.optimizers._greeting import Greeting
 from thinwire.optimizers._inputs import check_seed
+from thinwire.optimizers._options import WireOptions
 from thinwire.optimizers._state import State
 from thinwire.schemes import Scheme
 from thinwire.schemes.dense import Dense
@@ -26,7 +25,9 @@ from thinwire.schemes.stochastic_sign import Downlink, StochasticSign
 from thinwire.wire import packet
 from thinwire.wire.buckets import Layout
 from thinwire.wire.mail import Part
-from thinwire.wire.topology import Choice
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class Birder(Greeting):
@@ -72,6 +73,9 @@ class Birder(Greeting):
         node_dtype: of gradients on the link inside a node: torch.float32, or torch.bfloat16 for half the bytes.
         bucket_mb: size of an exchange, in megabytes of fp32 gradient; if None a quarter of the model, within 4 to 32.
             Results do not depend on it.
+        max_consecutive_skips: after so many steps in a row that were skipped for gradients that are not finite, step()
+            raises TooManySkips; None for never.
+        check_replicas_every: compare a hash of the parameters over all ranks after every so many steps; 0 for never.
         state_dtype: of m and b. torch.bfloat16 halves their memory, and is for a `beta` of at most 0.99: averages that
             change by less than a 256th a step would stand still.
 
@@ -109,12 +113,8 @@ class Birder(Greeting):
         maximize: bool = False,
         downlink: Downlink = "bit",
         seed: int = 0,
-        process_group: dist.ProcessGroup | None = None,
-        topology: Choice = "auto",
-        mesh: DeviceMesh | None = None,
-        node_dtype: torch.dtype = torch.float32,
-        bucket_mb: float | None = None,
         state_dtype: torch.dtype = torch.float32,
+        **wire: Unpack[WireOptions],
     ) -> None:
         if downlink not in get_args(Downlink):
             raise ValueError(f"downlink={downlink!r}: expected 'bit' or 'votes'")
@@ -130,15 +130,7 @@ class Birder(Greeting):
         self._state_dtype = state_dtype
         self._last_vote = math.nan
         defaults = {"lr": lr, "beta": beta, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(
-            params,
-            defaults,
-            process_group=process_group,
-            topology=topology,
-            mesh=mesh,
-            node_dtype=node_dtype,
-            bucket_mb=bucket_mb,
-        )
+        super().__init__(params, defaults, **wire)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         if not 0 <= float(group["lr"]) < math.inf:

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import ParamsT
 
 from thinwire.codecs.topk import TopK, check_ratio
 from thinwire.kernels.modes import Source
 from thinwire.optimizers._adam import AdamLike, correction, root_correction, signed
 from thinwire.optimizers._greeting import Greeting
+from thinwire.optimizers._options import WireOptions
 from thinwire.optimizers._state import State
 from thinwire.schemes import Scheme
 from thinwire.schemes.dense import Dense
@@ -27,7 +26,9 @@ from thinwire.schemes.markov import Markov, MarkovSign
 from thinwire.wire import packet
 from thinwire.wire.buckets import Layout
 from thinwire.wire.mail import Part
-from thinwire.wire.topology import Choice
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 CodecName = Literal["sign", "topk"]
 Compress = Literal["gradient", "momentum"]
@@ -80,6 +81,9 @@ class CDAdam(Greeting, AdamLike):
         node_dtype: of gradients on the link inside a node: torch.float32, or torch.bfloat16 for half the bytes.
         bucket_mb: size of an exchange, in megabytes of fp32 gradient; if None a quarter of the model, within 4 to 32.
             Scales (and the elements of "topk") belong to shards of buckets, so results depend on it.
+        max_consecutive_skips: after so many steps in a row that were skipped for gradients that are not finite, step()
+            raises TooManySkips; None for never.
+        check_replicas_every: compare a hash of the parameters over all ranks after every so many steps; 0 for never.
 
     When not to use it:
         With small noisy batches: differences of gradients are then mostly noise, of which one bit with one scale a
@@ -128,11 +132,7 @@ class CDAdam(Greeting, AdamLike):
         ratio: float = 1 / 64,
         compress: Compress = "gradient",
         maximize: bool = False,
-        process_group: dist.ProcessGroup | None = None,
-        topology: Choice = "auto",
-        mesh: DeviceMesh | None = None,
-        node_dtype: torch.dtype = torch.float32,
-        bucket_mb: float | None = None,
+        **wire: Unpack[WireOptions],
     ) -> None:
         if codec not in get_args(CodecName):
             raise ValueError(f"codec={codec!r}: expected 'sign' or 'topk'")
@@ -142,19 +142,7 @@ class CDAdam(Greeting, AdamLike):
         self._codec: CodecName = codec
         self._ratio = ratio
         self._compress: Compress = compress
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            maximize=maximize,
-            process_group=process_group,
-            topology=topology,
-            mesh=mesh,
-            node_dtype=node_dtype,
-            bucket_mb=bucket_mb,
-        )
+        super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, **wire)
 
     def _settings(self) -> dict[str, Any]:
         # Scales belong to shards of buckets: other buckets would be another run.

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import ParamsT
 
 from thinwire.kernels.ops import Kernels
 from thinwire.optimizers._adam import AdamFamily, correction, root_correction
+from thinwire.optimizers._options import WireOptions
 from thinwire.wire.mail import Part
-from thinwire.wire.topology import Choice
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class Lamb(AdamFamily):
@@ -46,6 +47,9 @@ class Lamb(AdamFamily):
         mesh: a two-dimensional DeviceMesh of the same ranks, a row a node, where LOCAL_WORLD_SIZE does not tell.
         node_dtype: of gradients on the link inside a node: torch.float32, or torch.bfloat16 for half the bytes.
         bucket_mb: size of an exchange, in megabytes of fp32 gradient; if None a quarter of the model, within 4 to 32.
+        max_consecutive_skips: after so many steps in a row that were skipped for gradients that are not finite, step()
+            raises TooManySkips; None for never.
+        check_replicas_every: compare a hash of the parameters over all ranks after every so many steps; 0 for never.
 
     When not to use it:
         To save bytes: it sends 32 bits a parameter, as DDP does. With ordinary batches AdamW is as good.
@@ -66,27 +70,11 @@ class Lamb(AdamFamily):
         min_coeff: float = 0.01,
         max_coeff: float = 10.0,
         maximize: bool = False,
-        process_group: dist.ProcessGroup | None = None,
-        topology: Choice = "auto",
-        mesh: DeviceMesh | None = None,
-        node_dtype: torch.dtype = torch.float32,
-        bucket_mb: float | None = None,
+        **wire: Unpack[WireOptions],
     ) -> None:
         check_range("min_coeff", min_coeff, "max_coeff", max_coeff)
         self._coeffs = (min_coeff, max_coeff)
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            maximize=maximize,
-            process_group=process_group,
-            topology=topology,
-            mesh=mesh,
-            node_dtype=node_dtype,
-            bucket_mb=bucket_mb,
-        )
+        super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, **wire)
 
     def _settings(self) -> dict[str, Any]:
         return {**super()._settings(), "min_coeff": self._coeffs[0], "max_coeff": self._coeffs[1]}

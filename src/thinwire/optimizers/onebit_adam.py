@@ -7,19 +7,20 @@ Hanlin Tang, Shaoduo Gan, Ammar Ahmad Awan, Samyam Rajbhandari, Conglong Li, Xia
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import ParamsT
 
 from thinwire.optimizers._adam import correction, signed
 from thinwire.optimizers._frozen import FrozenVariance
+from thinwire.optimizers._options import WireOptions
 from thinwire.optimizers._warmup import Length
 from thinwire.wire.mail import Part
-from thinwire.wire.topology import Choice
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class OneBitAdam(FrozenVariance):
@@ -65,6 +66,9 @@ class OneBitAdam(FrozenVariance):
         node_dtype: of gradients on the link inside a node: torch.float32, or torch.bfloat16 for half the bytes.
         bucket_mb: size of an exchange, in megabytes of fp32 gradient; if None a quarter of the model, within 4 to 32.
             Scales belong to shards of buckets, so results depend on it.
+        max_consecutive_skips: after so many steps in a row that were skipped for gradients that are not finite, step()
+            raises TooManySkips; None for never.
+        check_replicas_every: compare a hash of the parameters over all ranks after every so many steps; 0 for never.
 
     When not to use it:
         When gradients change their size a lot after the warm-up (a new task, a jump of the learning rate): the frozen
@@ -99,11 +103,7 @@ class OneBitAdam(FrozenVariance):
         variance_floor: float = 0.1,
         maximize: bool = False,
         error_dtype: torch.dtype = torch.float32,
-        process_group: dist.ProcessGroup | None = None,
-        topology: Choice = "auto",
-        mesh: DeviceMesh | None = None,
-        node_dtype: torch.dtype = torch.float32,
-        bucket_mb: float | None = None,
+        **wire: Unpack[WireOptions],
     ) -> None:
         super().__init__(
             params,
@@ -116,11 +116,7 @@ class OneBitAdam(FrozenVariance):
             variance_floor=variance_floor,
             maximize=maximize,
             error_dtype=error_dtype,
-            process_group=process_group,
-            topology=topology,
-            mesh=mesh,
-            node_dtype=node_dtype,
-            bucket_mb=bucket_mb,
+            **wire,
         )
 
     def _local(self, position: int, part: Part, grad: Tensor | None, group: dict[str, Any], scale: float) -> bool:

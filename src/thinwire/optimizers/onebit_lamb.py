@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import ParamsT
 
 from thinwire.optimizers._adam import correction, signed
 from thinwire.optimizers._frozen import FrozenVariance
+from thinwire.optimizers._options import WireOptions
 from thinwire.optimizers._state import State
 from thinwire.optimizers._warmup import Length
 from thinwire.optimizers.lamb import check_range, clamp, lamb_step, norms
@@ -25,7 +24,9 @@ from thinwire.schemes import Scheme
 from thinwire.wire.buckets import Layout
 from thinwire.wire.mail import Part
 from thinwire.wire.memory import untouched_zeros
-from thinwire.wire.topology import Choice
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _COEFF_BETA = 0.9
 _SILENT = 0.1
@@ -79,6 +80,9 @@ class OneBitLamb(FrozenVariance):
         node_dtype: of gradients on the link inside a node: torch.float32, or torch.bfloat16 for half the bytes.
         bucket_mb: size of an exchange, in megabytes of fp32 gradient; if None a quarter of the model, within 4 to 32.
             Scales belong to shards of buckets, so results depend on it.
+        max_consecutive_skips: after so many steps in a row that were skipped for gradients that are not finite, step()
+            raises TooManySkips; None for never.
+        check_replicas_every: compare a hash of the parameters over all ranks after every so many steps; 0 for never.
 
     When not to use it:
         With ordinary batches: `thinwire.OneBitAdam` and `thinwire.Birder` are simpler, and LAMB's factors gain nothing.
@@ -120,11 +124,7 @@ class OneBitLamb(FrozenVariance):
         factor_threshold: float = 0.1,
         maximize: bool = False,
         error_dtype: torch.dtype = torch.float32,
-        process_group: dist.ProcessGroup | None = None,
-        topology: Choice = "auto",
-        mesh: DeviceMesh | None = None,
-        node_dtype: torch.dtype = torch.float32,
-        bucket_mb: float | None = None,
+        **wire: Unpack[WireOptions],
     ) -> None:
         check_range("min_coeff", min_coeff, "max_coeff", max_coeff)
         check_range("factor_min", factor_min, "factor_max", factor_max)
@@ -146,11 +146,7 @@ class OneBitLamb(FrozenVariance):
             variance_floor=variance_floor,
             maximize=maximize,
             error_dtype=error_dtype,
-            process_group=process_group,
-            topology=topology,
-            mesh=mesh,
-            node_dtype=node_dtype,
-            bucket_mb=bucket_mb,
+            **wire,
         )
 
     def _settings(self) -> dict[str, Any]:

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import ParamsT
 
 from thinwire._checks import is_integer
@@ -20,6 +18,7 @@ from thinwire.codecs.count_sketch import MAX_ELEMENTS, CountSketch
 from thinwire.codecs.dense import Floats
 from thinwire.optimizers._adam import AdamLike, signed
 from thinwire.optimizers._inputs import check_seed
+from thinwire.optimizers._options import WireOptions
 from thinwire.optimizers._paper import LOCAL
 from thinwire.optimizers._state import State
 from thinwire.optimizers._sum import Sum
@@ -28,7 +27,9 @@ from thinwire.schemes.sketching import Sketching
 from thinwire.wire import packet
 from thinwire.wire.buckets import Layout
 from thinwire.wire.mail import Part
-from thinwire.wire.topology import Choice
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class SketchedAMSGrad(AdamLike):
@@ -84,6 +85,9 @@ class SketchedAMSGrad(AdamLike):
         bucket_mb: how much is sketched at a time while backward runs, in megabytes of fp32 gradient; if None a quarter
             of the model, within 4 to 32. In a flat topology results do not depend on it; in a hierarchical one it
             decides who sketches what, and so the rounding of sums.
+        max_consecutive_skips: after so many steps in a row that were skipped for gradients that are not finite, step()
+            raises TooManySkips; None for never.
+        check_replicas_every: compare a hash of the parameters over all ranks after every so many steps; 0 for never.
 
     When not to use it:
         When a step must be quick: nothing can be sent before all gradients are there, so the wire is not hidden behind
@@ -121,28 +125,12 @@ class SketchedAMSGrad(AdamLike):
         k: int | None = None,
         seed: int = 0,
         maximize: bool = False,
-        process_group: dist.ProcessGroup | None = None,
-        topology: Choice = "auto",
-        mesh: DeviceMesh | None = None,
-        node_dtype: torch.dtype = torch.float32,
-        bucket_mb: float | None = None,
+        **wire: Unpack[WireOptions],
     ) -> None:
         check_seed(seed)
         self._rows, self._columns, self._k = rows, columns, k
         self._seed = seed
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            maximize=maximize,
-            process_group=process_group,
-            topology=topology,
-            mesh=mesh,
-            node_dtype=node_dtype,
-            bucket_mb=bucket_mb,
-        )
+        super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, **wire)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)

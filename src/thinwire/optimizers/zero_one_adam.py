@@ -7,12 +7,10 @@ Large-scale Training via 0/1 Adam". ICLR 2023.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import ParamsT
 
 from thinwire._checks import MANY, is_integer
@@ -28,6 +26,7 @@ from thinwire.optimizers._adam import (
     signed,
 )
 from thinwire.optimizers._intervals import Interval, local_interval, variance_steps
+from thinwire.optimizers._options import WireOptions
 from thinwire.optimizers._paper import LOCAL
 from thinwire.optimizers._state import State
 from thinwire.schemes import Scheme
@@ -37,7 +36,9 @@ from thinwire.wire import packet
 from thinwire.wire.buckets import Layout
 from thinwire.wire.mail import Part
 from thinwire.wire.memory import untouched_zeros
-from thinwire.wire.topology import Choice
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class ZeroOneAdam(AdamFamily):
@@ -93,6 +94,9 @@ class ZeroOneAdam(AdamFamily):
         node_dtype: of gradients on the link inside a node: torch.float32, or torch.bfloat16 for half the bytes.
         bucket_mb: size of an exchange, in megabytes of fp32 gradient; if None a quarter of the model, within 4 to 32.
             Scales belong to shards of buckets, so results depend on it.
+        max_consecutive_skips: after so many steps in a row that were skipped for gradients that are not finite, step()
+            raises TooManySkips; None for never.
+        check_replicas_every: compare a hash of the parameters over all ranks after every so many steps; 0 for never.
 
     When not to use it:
         When replicas must be equal at every step: batch-norm statistics, evaluation or sampling in the training loop
@@ -136,11 +140,7 @@ class ZeroOneAdam(AdamFamily):
         local_step_clipper: int = 16,
         maximize: bool = False,
         error_dtype: torch.dtype = torch.float32,
-        process_group: dist.ProcessGroup | None = None,
-        topology: Choice = "auto",
-        mesh: DeviceMesh | None = None,
-        node_dtype: torch.dtype = torch.float32,
-        bucket_mb: float | None = None,
+        **wire: Unpack[WireOptions],
     ) -> None:
         schedule = {
             "var_freeze_step": var_freeze_step,
@@ -164,19 +164,7 @@ class ZeroOneAdam(AdamFamily):
         self._local_steps = (local_step_scaler, local_step_clipper)
         self._variance_steps = variance_steps(var_update_scaler, var_freeze_step)
         self._error_dtype = error_dtype
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            maximize=maximize,
-            process_group=process_group,
-            topology=topology,
-            mesh=mesh,
-            node_dtype=node_dtype,
-            bucket_mb=bucket_mb,
-        )
+        super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, **wire)
 
     @property
     def is_synchronized(self) -> bool:
@@ -252,6 +240,10 @@ class ZeroOneAdam(AdamFamily):
             self._channels[DENSE].release()
             if self._on(SIGNS):
                 self._presence.before = self._presence_since()
+
+    @property
+    def _skips_together(self) -> bool:
+        return not self._on(LOCAL)
 
     def _before_exchange(self) -> None:
         # Once for the whole step: backward may encode parameters before, and step() others after, a change.

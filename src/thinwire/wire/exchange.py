@@ -1,18 +1,21 @@
-"""The two rounds of an exchange between workers, a bucket at a time."""
+"""The two rounds of an exchange between workers, a bucket at a time, and a word at the end that all of it was right."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.errors import CorruptPacket
+from thinwire.kernels.ops import Kernels
 from thinwire.metrics import Meter
 from thinwire.wire import packet
 from thinwire.wire.buckets import Layout
 from thinwire.wire.mail import Frame, Mail
-from thinwire.wire.messages import Messages, Pending, complete
+from thinwire.wire.messages import Messages, Pending, complete, waiting_for
 from thinwire.wire.topology import Topology
 
 
@@ -24,7 +27,7 @@ class Job:
     step: int
     flags: int
     """Raised by this rank, and by those it has heard from."""
-    refusal: RuntimeError | None = None
+    refusal: CorruptPacket | None = None
     """The first packet that this rank could not accept. The others wait for what comes next: they get it, and stop."""
 
     def header(self, packets: Tensor, layout: Layout, sender: int) -> packet.Header:
@@ -32,10 +35,72 @@ class Job:
         length = packets.shape[1] - packet.HEADER_BYTES
         return packet.Header(self.step, self.frame.bucket.index, sender, length, layout.fingerprint, self.flags)
 
-    def refuse(self, error: RuntimeError) -> None:
+    def refuse(self, error: CorruptPacket) -> None:
         """Note a packet that cannot be accepted."""
         self.refusal = self.refusal or error
         self.flags |= packet.REFUSED
+
+
+class Verdict:
+    """The last word of an exchange: every member tells all others whether it has refused anything.
+
+    An answer that was changed on its way to one rank is seen by that rank only, and the others would go on.
+
+    Args:
+        messages: to whom.
+        ranks: of the members.
+        own: this one's position among them.
+        layout: the flat space.
+        kernels: the backend.
+    """
+
+    def __init__(self, messages: Messages, ranks: list[int], own: int, layout: Layout, kernels: Kernels) -> None:
+        self._messages = messages
+        self._ranks = ranks
+        self._own = own
+        self._layout = layout
+        self._kernels = kernels
+        self._notes = torch.zeros(len(ranks), packet.HEADER_BYTES, dtype=torch.uint8)
+        self._tag = 2 * len(layout.buckets)
+        self._due: Pending = []
+
+    @property
+    def bytes(self) -> int:
+        """How much it sends."""
+        return (len(self._ranks) - 1) * packet.HEADER_BYTES if self._messages.connected else 0
+
+    def listen(self) -> None:
+        """Be ready for the others' words."""
+        self._due = self._messages.receive(self._notes, self._tag)
+
+    def agree(self, step: int, refusal: CorruptPacket | None) -> CorruptPacket | None:
+        """Tell the others of a refusal; this rank's, or what has been heard of one of theirs."""
+        flags = packet.REFUSED if refusal is not None else 0
+        self._header(step, self._own, flags).seal(self._notes[self._own], self._kernels)
+        with waiting_for("the word that all packets were right", step):
+            sent = self._messages.send_to_all(self._notes[self._own], self._tag)
+            complete(self._due)
+            complete(sent)
+        if not self._messages.connected:
+            return refusal
+        for member in range(len(self._ranks)):
+            try:
+                heard = self._header(step, member, 0).check(self._notes[member], self._kernels)
+            except CorruptPacket as error:
+                refusal = refusal or error
+                continue
+            if heard & packet.REFUSED:
+                refusal = refusal or refused_by(self._ranks[member], step)
+        return refusal
+
+    def _header(self, step: int, member: int, flags: int) -> packet.Header:
+        end, fingerprint = len(self._layout.buckets), self._layout.fingerprint
+        return packet.Header(step, end, self._ranks[member], 0, fingerprint, flags)
+
+
+def refused_by(rank: int, step: int) -> CorruptPacket:
+    """What to say of a packet that another rank could not accept."""
+    return CorruptPacket(f"rank {rank} refused a packet of step {step}: its own error says why")
 
 
 class Exchange:
@@ -48,27 +113,34 @@ class Exchange:
         topology: who takes part.
         group: a process group of the ranks that work on the same slice, which nothing else uses; None for a worker
             without peers.
+        kernels: the backend.
         meter: where bytes and seconds are counted.
     """
 
-    def __init__(self, mail: Mail, topology: Topology, group: dist.ProcessGroup | None, meter: Meter) -> None:
+    def __init__(
+        self, mail: Mail, topology: Topology, group: dist.ProcessGroup | None, kernels: Kernels, meter: Meter
+    ) -> None:
         self._mail = mail
         self._topology = topology
         self._ranks = topology.slice_ranks()
-        self._messages = Messages(group, topology.node, topology.workers)
+        self._messages = Messages(group, topology.node, self._ranks)
+        self._kernels = kernels
         self._meter = meter
+        self._verdict = Verdict(self._messages, self._ranks, topology.node, mail.layout, kernels)
         self._packets_due: list[Pending] = [[] for _ in mail.frames]
         self._answers_due: list[Pending] = [[] for _ in mail.frames]
         self._packets_sent: list[Pending] = [[] for _ in mail.frames]
         self._answers_sent: list[Pending] = [[] for _ in mail.frames]
 
-    def listen(self) -> None:
+    def listen(self, step: int) -> None:
         """Be ready for everything that is going to come, before packets stand in the way of telling so."""
-        for frame in self._mail.frames:
-            bucket = frame.bucket.index
-            if bucket == 0 or not self._mail.one_room:
-                self._expect_packets(frame)
-            self._answers_due[bucket] = self._messages.receive(frame.own_answers, 2 * bucket + 1)
+        with waiting_for("a connection", step):
+            for frame in self._mail.frames:
+                bucket = frame.bucket.index
+                if bucket == 0 or not self._mail.one_room:
+                    self._expect_packets(frame)
+                self._answers_due[bucket] = self._messages.receive(frame.own_answers, 2 * bucket + 1)
+            self._verdict.listen()
 
     def _expect_packets(self, frame: Frame) -> None:
         self._packets_due[frame.bucket.index] = self._messages.receive(frame.received, 2 * frame.bucket.index)
@@ -77,42 +149,47 @@ class Exchange:
         """Send a bucket's packets to the owners of its shards."""
         frame, bucket, node = job.frame, job.frame.bucket.index, self._topology.node
         header = job.header(frame.sent, self._mail.layout, self._ranks[node])
-        for row in range(frame.sent.shape[0]):
-            header.write(self._mail.sent_memory, frame.sent_at + row * frame.sent.shape[1])
-        self._packets_sent[bucket] = self._messages.send(frame.sent, 2 * bucket)
+        with self._meter.seal:
+            for row in frame.sent:
+                header.seal(row, self._kernels)
+        with waiting_for("a connection to send packets", job.step, bucket):
+            self._packets_sent[bucket] = self._messages.send(frame.sent, 2 * bucket)
 
     def answer(self, job: Job, merge: Callable[[Frame, int], None]) -> None:
         """When all packets for the own shard are here, answer them with `merge`, and send the answer to everybody."""
         frame, bucket, node = job.frame, job.frame.bucket.index, self._topology.node
         shard = frame.bucket.own_shards[node]
-        with self._meter.packets:
+        with self._meter.packets, waiting_for("packets", job.step, bucket):
             complete(self._packets_due[bucket])
         if frame.received is not frame.sent:
             frame.received[node] = frame.sent[node]
-        try:
-            self._check_received(job)
-        except RuntimeError as error:
-            job.refuse(error)
         with self._meter.vote:
-            merge(frame, shard)
-        if self._mail.one_room and bucket + 1 < len(self._mail.frames):
-            self._expect_packets(self._mail.frames[bucket + 1])
-        at = frame.answers_at + shard * frame.answers.shape[1]
-        job.header(frame.answers, self._mail.layout, self._ranks[node]).write(self._mail.answers_memory, at)
-        self._answers_sent[bucket] = self._messages.send_to_all(frame.answers[shard], 2 * bucket + 1)
+            try:
+                self._check_received(job)
+            except CorruptPacket as error:
+                job.refuse(error)
+            else:
+                merge(frame, shard)
+            answer = frame.answers[shard]
+            job.header(frame.answers, self._mail.layout, self._ranks[node]).seal(answer, self._kernels)
+        with waiting_for("a connection to send answers", job.step, bucket):
+            if self._mail.one_room and bucket + 1 < len(self._mail.frames):
+                self._expect_packets(self._mail.frames[bucket + 1])
+            self._answers_sent[bucket] = self._messages.send_to_all(answer, 2 * bucket + 1)
 
     def collect(self, job: Job) -> None:
         """Wait for the others' answers for this rank's slice, and until its own packets are gone."""
         frame, bucket = job.frame, job.frame.bucket.index
         with self._meter.answers:
-            complete(self._answers_due[bucket])
-            complete(self._packets_sent[bucket])
-            complete(self._answers_sent[bucket])
+            with waiting_for("answers", job.step, bucket):
+                complete(self._answers_due[bucket])
+            with waiting_for("packets to be taken", job.step, bucket):
+                complete(self._packets_sent[bucket])
+            with waiting_for("answers to be taken", job.step, bucket):
+                complete(self._answers_sent[bucket])
         if self._messages.connected:
             size = (self._topology.workers - 1) * (frame.sent.shape[1] + frame.answers.shape[1])
-            self._meter.rounds += 2
-            self._meter.bytes_sent += size
-            self._meter.bytes_received += size
+            self._count(2, size)
 
     def conclude(self, job: Job) -> int:
         """Look at all answers of a bucket, once they are here.
@@ -121,25 +198,33 @@ class Exchange:
             The flags that any rank raised.
 
         Raises:
-            RuntimeError: on all ranks, when any rank got a packet that it cannot accept.
+            CorruptPacket: when this rank, or an owner, got a packet that it cannot accept.
         """
         if job.refusal is not None:
             raise job.refusal
         frame, seen = job.frame, 0
         for shard in range(frame.bucket.shards):
             owner = self._topology.owner(shard)
-            at = frame.answers_at + shard * frame.answers.shape[1]
-            answered = job.header(frame.answers, self._mail.layout, owner).check(self._mail.answers_memory, at)
+            answered = job.header(frame.answers, self._mail.layout, owner).check(frame.answers[shard], self._kernels)
             if answered & packet.REFUSED:
-                raise RuntimeError(
-                    f"rank {owner} refused a packet of step {job.step}, bucket {frame.bucket.index}: its own error "
-                    "says why"
-                )
+                raise refused_by(owner, job.step)
             seen |= answered
         return seen
+
+    def agree(self, step: int, refusal: CorruptPacket | None) -> CorruptPacket | None:
+        """When all buckets are here: whether any worker has refused a packet, which then is an error for all."""
+        with self._meter.answers:
+            refusal = self._verdict.agree(step, refusal)
+        if self._messages.connected:
+            self._count(1, self._verdict.bytes)
+        return refusal
+
+    def _count(self, rounds: int, size: int) -> None:
+        self._meter.rounds += rounds
+        self._meter.bytes_sent += size
+        self._meter.bytes_received += size
 
     def _check_received(self, job: Job) -> None:
         frame = job.frame
         for row, sender in enumerate(self._ranks):
-            header = job.header(frame.received, self._mail.layout, sender)
-            job.flags |= header.check(self._mail.received_memory, frame.received_at + row * frame.received.shape[1])
+            job.flags |= job.header(frame.received, self._mail.layout, sender).check(frame.received[row], self._kernels)

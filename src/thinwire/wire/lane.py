@@ -10,26 +10,48 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import TracebackType
+
+from thinwire.errors import CorruptPacket, PeerLost
 
 Job = Callable[[], None]
 
 
 class Failure:
-    """The first exception that stopped one of the lanes that share this, and with it all of them."""
+    """The first exception that stopped one of the lanes that share this, and with it all of them.
 
-    exception: BaseException | None = None
+    Args:
+        then: what to do when a lane has failed, so that the others do not wait in vain.
+    """
+
+    def __init__(self, then: Sequence[Callable[[], None]] = ()) -> None:
+        self.exception: BaseException | None = None
+        self._traceback: TracebackType | None = None
+        self._then = then
 
     def note(self, exception: BaseException) -> None:
         """Remember an exception, if it is the first."""
-        self.exception = self.exception or exception
+        if self.exception is None:
+            self.exception, self._traceback = exception, exception.__traceback__
+
+    def stop(self, exception: BaseException) -> None:
+        """Remember an exception, and see to it that nobody waits for what will not come any more."""
+        self.note(exception)
+        for call in self._then:
+            call()
 
     def check(self) -> None:
-        """Raise if there is one.
+        """Raise if there is one, now and ever after, because ranks may have parted.
 
         Raises:
-            RuntimeError: from that exception, now and ever after, because ranks may have parted.
+            PeerLost: if it is one, with the traceback of the lane.
+            CorruptPacket: the same.
+            RuntimeError: from any other.
         """
+        if isinstance(self.exception, (PeerLost, CorruptPacket)):
+            # As it was noted: a traceback grows by every raise.
+            raise self.exception.with_traceback(self._traceback)
         if self.exception is not None:
             raise RuntimeError(f"thinwire's exchange failed: {self.exception}") from self.exception
 
@@ -39,6 +61,8 @@ class Lane:
 
     The first job that raises stops the lane, and all others that share its `failure`: later jobs are dropped.
     """
+
+    _closed = False
 
     def __init__(self, *, threaded: bool, failure: Failure | None = None) -> None:
         self._failure = failure or Failure()
@@ -50,7 +74,8 @@ class Lane:
             # The thread knows neither the lane nor, for long, its failure, whose traceback knows the owner of the lane:
             # what is forgotten is collected, and the thread ends.
             arguments = (self._jobs, weakref.ref(self._failure))
-            threading.Thread(target=_work, args=arguments, name="thinwire-lane", daemon=True).start()
+            self._thread = threading.Thread(target=_work, args=arguments, name="thinwire-lane", daemon=True)
+            self._thread.start()
             farewell = weakref.finalize(self, self._jobs.put, None)
             # When the interpreter exits, the thread is left asleep. Woken then, it would race with the teardown of
             # Python, and CPython ends threads that lose that race by unwinding torch's C++ frames: std::terminate.
@@ -58,6 +83,8 @@ class Lane:
 
     def submit(self, job: Job) -> None:
         """Append a job."""
+        if self._closed:
+            return
         if self._threaded:
             self._jobs.put(job)
         else:
@@ -74,10 +101,17 @@ class Lane:
 
     def drain(self) -> None:
         """Return when all jobs are done or dropped."""
-        if self._threaded:
+        if self._threaded and not self._closed:
             reached = threading.Event()
             self._jobs.put(reached)
             reached.wait()
+
+    def close(self) -> None:
+        """Do what there is to do, and end the thread; later jobs are dropped."""
+        if self._threaded and not self._closed:
+            self._jobs.put(None)
+            self._thread.join()
+        self._closed = True
 
 
 def _work(jobs: queue.SimpleQueue[Job | threading.Event | None], failure_of_lane: weakref.ref[Failure]) -> None:
@@ -97,4 +131,4 @@ def _run(job: Job, failure: Failure) -> None:
     try:
         job()
     except BaseException as exception:  # raised again, on the thread that waits
-        failure.note(exception)
+        failure.stop(exception)

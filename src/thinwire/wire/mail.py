@@ -7,7 +7,6 @@ however many packets it spans.
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from thinwire.wire.buckets import WORD, Bucket, Layout, Piece, Slot
-from thinwire.wire.memory import untouched_zeros
+from thinwire.wire.memory import memory_of, untouched_zeros
 from thinwire.wire.packet import HEADER_BYTES
 
 WORD_BYTES = WORD // 8
@@ -50,7 +49,6 @@ class Frame:
     """A packet from each worker for the shard that this rank owns."""
     sent_at: int
     """The byte at which this bucket's packets begin, in the memory of those sent."""
-    received_at: int
     answers_at: int
     up_presence: int
     """The byte within an up packet at which the presence bits begin."""
@@ -97,7 +95,6 @@ class Mail:
         self._received = self.sent if alone else untouched_zeros(room, torch.uint8)
         self.sent_memory = memory_of(self.sent)
         self.answers_memory = memory_of(self.answers)
-        self.received_memory = memory_of(self._received)
         self.frames: list[Frame] = []
         sent_at = answers_at = 0
         for bucket, up, down, presence in geometry:
@@ -114,7 +111,6 @@ class Mail:
                 own_answers=own_answers,
                 received=sent if alone else self._received[received_at : received_at + n * up].view(n, up),
                 sent_at=sent_at,
-                received_at=received_at,
                 answers_at=answers_at,
                 up_presence=up - WORD_BYTES * presence,
                 down_presence=down - WORD_BYTES * presence,
@@ -174,9 +170,3 @@ class Mail:
 
 def _table(runs: list[list[int]]) -> Tensor:
     return torch.tensor(runs, dtype=torch.int64).view(-1, 6)
-
-
-def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a dense tensor, without NumPy, which torch can do without. The caller keeps the tensor alive."""
-    size = tensor.numel() * tensor.element_size()
-    return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")

@@ -1,7 +1,8 @@
-"""Zeros that take no memory before something is written to them."""
+"""Memory of tensors, as bytes, and such that is not there before something is written to it."""
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 
 import torch
@@ -17,3 +18,9 @@ def untouched_zeros(elements: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(0, dtype=dtype)
     private = {} if not hasattr(mmap, "MAP_PRIVATE") else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
     return torch.frombuffer(mmap.mmap(-1, elements * dtype.itemsize, **private), dtype=dtype)
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """The bytes of a dense tensor, without NumPy, which torch can do without. The caller keeps the tensor alive."""
+    size = tensor.numel() * tensor.element_size()
+    return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")

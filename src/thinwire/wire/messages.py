@@ -8,11 +8,49 @@ where it lies, without copies. And as messages find each other by tag, buckets n
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-Pending = list[Work]
-"""Messages under way."""
+from thinwire.errors import PeerLost
+
+Pending = list[tuple[int, Work]]
+"""Messages under way, each with the rank at its other end."""
+
+_AT_ONCE = timedelta(milliseconds=1)
+_NOBODY_SENDS = (1 << 31) - 1
+"""A tag."""
+
+
+class Silence(Exception):
+    """Messages that have not come, or not gone; to be turned into a `PeerLost` by whoever knows what they were for.
+
+    Args:
+        ranks: at their other ends.
+        cause: what the backend said.
+    """
+
+    def __init__(self, ranks: Sequence[int], cause: RuntimeError) -> None:
+        self.ranks = tuple(ranks)
+        self.cause = cause
+        super().__init__(ranks, cause)
+
+
+@contextmanager
+def waiting_for(stage: str, step: int, bucket: int | None = None) -> Iterator[None]:
+    """Tell what messages are for, should they not come.
+
+    Raises:
+        PeerLost: naming all of it.
+    """
+    try:
+        yield
+    except Silence as silence:
+        raise PeerLost(stage, silence.cause, step=step, bucket=bucket, ranks=silence.ranks) from silence.cause
 
 
 class Messages:
@@ -21,13 +59,14 @@ class Messages:
     Args:
         group: nothing else may use these tags in it; None for somebody without peers, who has nothing to send.
         own: this process's position in it.
-        size: how many members there are.
+        ranks: of its members, as users know them.
     """
 
-    def __init__(self, group: ProcessGroup | None, own: int, size: int) -> None:
+    def __init__(self, group: ProcessGroup | None, own: int, ranks: Sequence[int]) -> None:
         self._group = group
+        self._ranks = ranks
         # Everybody begins with somebody else, so that nobody hears from all at once.
-        self._others = [(own + i) % size for i in range(1, size)]
+        self._others = [(own + i) % len(ranks) for i in range(1, len(ranks))]
 
     @property
     def connected(self) -> bool:
@@ -36,24 +75,56 @@ class Messages:
 
     def receive(self, rows: Tensor, tag: int) -> Pending:
         """Expect a row from every other member."""
-        return [] if self._group is None else [_started(self._group.recv([rows[i]], i, tag)) for i in self._others]
+        return [self._start(i, rows[i], tag, sends=False) for i in self._others] if self.connected else []
 
     def send(self, rows: Tensor, tag: int) -> Pending:
         """Send every other member its row."""
-        return [] if self._group is None else [_started(self._group.send([rows[i]], i, tag)) for i in self._others]
+        return [self._start(i, rows[i], tag, sends=True) for i in self._others] if self.connected else []
 
     def send_to_all(self, row: Tensor, tag: int) -> Pending:
         """Send every other member the same row."""
-        return [] if self._group is None else [_started(self._group.send([row], i, tag)) for i in self._others]
+        return [self._start(i, row, tag, sends=True) for i in self._others] if self.connected else []
+
+    def _start(self, member: int, row: Tensor, tag: int, *, sends: bool) -> tuple[int, Work]:
+        assert self._group is not None
+        try:
+            work = self._group.send([row], member, tag) if sends else self._group.recv([row], member, tag)
+        except RuntimeError as error:
+            raise Silence([self._ranks[member]], error) from error
+        assert work is not None, "this rank is a member of the group"
+        return self._ranks[member], work
 
 
 def complete(pending: Pending) -> None:
-    """Wait for messages, and forget them."""
-    for work in pending:
-        work.wait()
+    """Wait for messages, and forget them.
+
+    Raises:
+        Silence: naming those that are not complete within the group's timeout.
+    """
+    for i, (rank, work) in enumerate(pending):
+        try:
+            work.wait()
+        except RuntimeError as error:
+            # gloo closes all connections when one wait times out: what has arrived by then is told from what has not.
+            late = [] if "losed by peer" in str(error) else [other for other, w in pending[i + 1 :] if not _done(w)]
+            raise Silence([rank, *late], error) from error
     pending.clear()
 
 
-def _started(work: Work | None) -> Work:
-    assert work is not None, "this rank is a member of the group"
-    return work
+def _done(work: Work) -> bool:
+    try:
+        work.wait(_AT_ONCE)
+    except RuntimeError:
+        return False
+    return True
+
+
+def hang_up(group: ProcessGroup) -> None:
+    """Let all waits in a group fail at once, here and, as connections close, at its other members."""
+    for member in range(group.size()):
+        if member != group.rank():
+            # gloo has no abort(). But a wait that times out closes all connections, those that are still open.
+            with suppress(RuntimeError):
+                work = group.recv([torch.empty(1, dtype=torch.uint8)], member, _NOBODY_SENDS)
+                assert work is not None, "this rank is a member of the group"
+                work.wait(_AT_ONCE)

@@ -13,13 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.errors import CorruptPacket
 from thinwire.kernels.ops import Kernels
 from thinwire.metrics import Meter
 from thinwire.wire import packet
 from thinwire.wire.buckets import Bucket, Slot
-from thinwire.wire.exchange import Job
-from thinwire.wire.mail import WORD_BYTES, Frame, Mail, memory_of
-from thinwire.wire.messages import Messages, complete
+from thinwire.wire.exchange import Job, Verdict
+from thinwire.wire.mail import WORD_BYTES, Frame, Mail
+from thinwire.wire.memory import memory_of
+from thinwire.wire.messages import Messages, complete, waiting_for
 from thinwire.wire.topology import Topology
 
 _ALIGNMENT = 64
@@ -62,7 +64,8 @@ class Node:
         self._layout = mail.layout
         self._ranks = topology.node_ranks()
         self._own = topology.own_slice
-        self._messages = Messages(group, self._own, len(self._ranks))
+        self._messages = Messages(group, self._own, self._ranks)
+        self._verdict = Verdict(self._messages, self._ranks, self._own, self._layout, kernels)
         self._kernels = kernels
         self._meter = meter
         n = len(self._ranks)
@@ -115,23 +118,23 @@ class Node:
         size = rows.staged.shape[1]
         data = presence.to_bytes(rows.presence_bytes, "little")
         for row in range(len(self._ranks)):
-            at = rows.at + row * size
-            header.write(self._staged_memory, at)
-            self._staged_memory[at + packet.HEADER_BYTES : at + packet.HEADER_BYTES + len(data)] = data
-        tag = 2 * job.frame.bucket.index
-        with self._meter.scatter:
+            at = rows.at + row * size + packet.HEADER_BYTES
+            self._staged_memory[at : at + len(data)] = data
+            header.seal(rows.staged[row], self._kernels)
+        bucket = job.frame.bucket.index
+        tag = 2 * bucket
+        with self._meter.scatter, waiting_for("gradients of the node", job.step, bucket):
             due = self._messages.receive(rows.received, tag)
             sent = self._messages.send(rows.staged, tag)
             rows.received[self._own] = rows.staged[self._own]
             complete(due)
             complete(sent)
         for row, sender in enumerate(self._ranks):
-            at = row * size
             try:
-                job.flags |= job.header(rows.received, self._layout, sender).check(self._received_memory, at)
-            except RuntimeError as error:
+                job.flags |= job.header(rows.received, self._layout, sender).check(rows.received[row], self._kernels)
+            except CorruptPacket as error:
                 job.refuse(error)
-            at += packet.HEADER_BYTES
+            at = row * size + packet.HEADER_BYTES
             presence |= int.from_bytes(self._received_memory[at : at + len(data)], "little")
         return presence
 
@@ -145,14 +148,24 @@ class Node:
     def share(self, job: Job) -> None:
         """Give all ranks of the node the answers for this rank's slice, and get theirs."""
         blocks = job.frame.answers.view(len(self._ranks), -1)
-        tag = 2 * job.frame.bucket.index + 1
-        with self._meter.share:
+        bucket = job.frame.bucket.index
+        tag = 2 * bucket + 1
+        with self._meter.share, waiting_for("answers of the node", job.step, bucket):
             due = self._messages.receive(blocks, tag)
             sent = self._messages.send_to_all(blocks[self._own], tag)
             complete(due)
             complete(sent)
-        rows = self._rows[job.frame.bucket.index]
+        rows = self._rows[bucket]
         self._meter.node_bytes_sent += (len(self._ranks) - 1) * (rows.staged.shape[1] + blocks.shape[1])
+
+    def agree(self, step: int, refusal: CorruptPacket | None) -> CorruptPacket | None:
+        """When all buckets are here: whether any rank of the node knows of a packet that was refused."""
+        with self._meter.share:
+            with waiting_for("a connection inside the node", step):
+                self._verdict.listen()
+            refusal = self._verdict.agree(step, refusal)
+        self._meter.node_bytes_sent += self._verdict.bytes
+        return refusal
 
 
 def _row_bytes(frame: Frame, itemsize: int) -> int:

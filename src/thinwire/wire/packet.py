@@ -1,6 +1,7 @@
 """The header in front of every packet, and what is wrong when it is not the one that was expected.
 
-A worker that runs another version, is a step ahead or has another model would otherwise be averaged in silently.
+A worker that runs another version, is a step ahead or has another model would otherwise be averaged in silently, and so
+would bits that a network card, a cable or a memory has changed: TCP's own checksum misses one such error in 65,536.
 """
 
 from __future__ import annotations
@@ -8,10 +9,17 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
-MAGIC = 0x52495754  # "TWIR" in memory
-VERSION = 1
-_HEADER = struct.Struct("<IHHQIIII")
-HEADER_BYTES = _HEADER.size
+from torch import Tensor
+
+from thinwire.errors import CorruptPacket
+from thinwire.kernels.ops import Kernels
+from thinwire.wire.memory import memory_of
+
+MAGIC = 0x5754  # "TW" in memory
+VERSION = 2
+_CHECKSUM = struct.Struct("<I")
+_REST = struct.Struct("<HHHHQIII")
+HEADER_BYTES = _CHECKSUM.size + _REST.size
 
 NONFINITE = 1
 """A gradient of the sender was not finite: nobody takes this step."""
@@ -23,6 +31,7 @@ SYNCHRONIZE = 8
 """An exchange by itself, outside of any step."""
 
 _HINTS = {
+    "checksum": ": it is not as it was sent. Look for a faulty cable, network card or memory",
     "version": ": all ranks must run the same version of thinwire",
     "step": ": all ranks must call step() equally often and load checkpoints of the same step",
     "synchronize": ": all ranks must call synchronize() after the same step",
@@ -32,7 +41,7 @@ _HINTS = {
 
 @dataclass(frozen=True)
 class Header:
-    """What a packet says about itself."""
+    """What a packet says about itself. In front of it stands the CRC-32C of everything else in the packet."""
 
     step: int
     bucket: int
@@ -41,27 +50,32 @@ class Header:
     layout: int
     flags: int
 
-    def write(self, memory: memoryview, at: int) -> None:
-        """Put the header at byte `at`."""
-        _HEADER.pack_into(
-            memory, at, MAGIC, VERSION, self.flags, self.step, self.bucket, self.sender, self.length, self.layout
-        )
+    def seal(self, packet: Tensor, kernels: Kernels) -> None:
+        """Put the header and the checksum in front of a packet."""
+        memory = memory_of(packet)
+        fields = (MAGIC, VERSION, self.flags, self.sender, self.step, self.bucket, self.length, self.layout)
+        _REST.pack_into(memory, _CHECKSUM.size, *fields)
+        _CHECKSUM.pack_into(memory, 0, kernels.crc32c(packet[_CHECKSUM.size :]))
 
-    def check(self, memory: memoryview, at: int) -> int:
-        """The flags of a received packet, whose header at byte `at` must be this one but for NONFINITE and REFUSED.
+    def check(self, packet: Tensor, kernels: Kernels) -> int:
+        """The flags of a received packet, whose header must be this one but for NONFINITE and REFUSED.
 
         Raises:
-            RuntimeError: naming the first field that differs.
+            CorruptPacket: naming the first field that differs.
         """
-        magic, version, flags, *fields = _HEADER.unpack_from(memory, at)
-        # What kind of an exchange it is last: whoever differs in the step may differ in that for the same reason.
-        names = ("magic", "version", "step", "bucket", "sender", "length", "layout", "greeting", "synchronize")
-        kind, own_kind = ((of & GREETING, of & SYNCHRONIZE) for of in (flags, self.flags))
-        received = (magic, version, *fields, *kind)
-        wanted = (MAGIC, VERSION, self.step, self.bucket, self.sender, self.length, self.layout, *own_kind)
-        for name, got, want in zip(names, received, wanted, strict=True):
+        memory = memory_of(packet)
+        (checksum,) = _CHECKSUM.unpack_from(memory)
+        magic, version, flags, *fields = _REST.unpack_from(memory, _CHECKSUM.size)
+        # The checksum first, because the rest means nothing without it. What kind of an exchange it is last: whoever
+        # differs in the step may differ in that for the same reason.
+        names = ("checksum", "magic", "version", "sender", "step", "bucket", "length", "layout")
+        received = (checksum, magic, version, *fields, flags & GREETING, flags & SYNCHRONIZE)
+        own = (self.sender, self.step, self.bucket, self.length, self.layout)
+        due = (kernels.crc32c(packet[_CHECKSUM.size :]), MAGIC, VERSION, *own)
+        wanted = (*due, self.flags & GREETING, self.flags & SYNCHRONIZE)
+        for name, got, want in zip((*names, "greeting", "synchronize"), received, wanted, strict=True):
             if got != want:
-                raise RuntimeError(
+                raise CorruptPacket(
                     f"packet from rank {self.sender} for step {self.step}, bucket {self.bucket}: "
                     f"{name} is {got}, expected {want}{_HINTS.get(name, '')}"
                 )

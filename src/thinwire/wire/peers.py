@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from thinwire.errors import PeerLost
 
 
 @dataclass(frozen=True)
@@ -54,12 +57,26 @@ class Peers:
             )
 
     def gather(self, value: Any) -> list[Any]:
-        """Everybody's value, in the order of ranks (a slow path, for checks before the first step)."""
+        """Everybody's value, in the order of ranks (a slow path, for what is rarely asked).
+
+        Raises:
+            PeerLost: when a rank does not answer.
+        """
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
+        with _reaching("what all ranks have to say"):
+            dist.all_gather_object(values, value, group=self.group)
         return values
+
+    def gather_integer(self, value: int) -> list[int]:
+        """The same for 64 bits, which are all that travels."""
+        if self.size == 1:
+            return [value]
+        values = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        with _reaching("a number from every rank"):
+            dist.all_gather(values, torch.tensor([value], dtype=torch.int64), group=self.group)
+        return [int(each) for each in values]
 
     def private_group(self, members: Sequence[int]) -> dist.ProcessGroup | None:
         """A group of some of the ranks that nobody else uses, so that its messages cannot mix with others'.
@@ -69,15 +86,24 @@ class Peers:
         if self.group is None or len(members) == 1:
             return None
         ranks = self.ranks()
-        group = dist.new_group(
-            [ranks[member] for member in members],
-            timeout=_timeout_of(self.group),
-            backend=dist.get_backend_config(self.group),
-            use_local_synchronization=True,
-            group_desc="thinwire",
-        )
+        with _reaching("connections between ranks"):
+            group = dist.new_group(
+                [ranks[member] for member in members],
+                timeout=_timeout_of(self.group),
+                backend=dist.get_backend_config(self.group),
+                use_local_synchronization=True,
+                group_desc="thinwire",
+            )
         assert isinstance(group, dist.ProcessGroup), "this rank is a member of it"
         return group
+
+
+@contextmanager
+def _reaching(stage: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # what all of torch.distributed's errors are
+        raise PeerLost(stage, error) from error
 
 
 def _refuse_forgotten_group() -> None:

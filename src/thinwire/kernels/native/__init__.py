@@ -16,6 +16,7 @@ from thinwire.kernels.native.birder import (
     vote_bit,
     vote_count,
 )
+from thinwire.kernels.native.crc import crc32c
 from thinwire.kernels.native.dense import dense_apply, dense_encode, mean, square_sum, step_apply
 from thinwire.kernels.native.lamb import lamb_apply, lamb_measure, onebit_lamb_measure
 from thinwire.kernels.native.library import PATH, available, isa, use_isa
@@ -33,6 +34,7 @@ __all__ = [
     "birder_apply",
     "birder_direction",
     "birder_encode",
+    "crc32c",
     "dense_apply",
     "dense_encode",
     "isa",

@@ -1,18 +1,21 @@
 """The shared library: where it is, what its functions take, and how tensors are handed to it.
 
-csrc/thinwire.h is the interface.
+csrc/thinwire.h is the interface. `THINWIRE_NATIVE_LIBRARY` names another build of it, for `make sanitize`, whose kernels
+check every access; it must exist.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-_ABI = 4
-PATH = Path(__file__).parent.with_name("_native.so")
+_ABI = 5
+_OTHER_BUILD = os.environ.get("THINWIRE_NATIVE_LIBRARY")
+PATH = Path(_OTHER_BUILD or Path(__file__).parent.with_name("_native.so"))
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 _int, _i64, _u64, _float, _ptr = ctypes.c_int, ctypes.c_int64, ctypes.c_uint64, ctypes.c_float, ctypes.c_void_p
@@ -77,11 +80,12 @@ _SIGNATURES = {
     "thinwire_sketch_add": (None, [_ptr, _i64, _i64, _ptr, _i64, _i64, _ptr]),
     "thinwire_sketch_estimate": (None, [_ptr, _i64, _i64, _ptr, _i64, _i64, _float, _ptr]),
     "thinwire_sketch_top_k": (None, [_ptr, _i64, _i64, _ptr, _ptr, _ptr, _i64, _i64, _ptr, _ptr]),
+    "thinwire_crc32c": (ctypes.c_uint32, [_ptr, _i64, ctypes.c_uint32]),
 }
 
 
 def _load() -> ctypes.CDLL | None:
-    if not PATH.exists():
+    if not PATH.exists() and not _OTHER_BUILD:
         return None
     library = ctypes.CDLL(str(PATH))
     library.thinwire_abi.restype = _int

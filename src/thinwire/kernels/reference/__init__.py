@@ -26,6 +26,7 @@ from thinwire.kernels.reference.birder import (
     vote_bit,
     vote_count,
 )
+from thinwire.kernels.reference.crc import crc32c
 from thinwire.kernels.reference.lamb import lamb_apply, lamb_measure, onebit_lamb_measure, square_sum
 from thinwire.kernels.reference.markov import (
     markov_difference,
@@ -44,6 +45,7 @@ __all__ = [
     "birder_apply",
     "birder_direction",
     "birder_encode",
+    "crc32c",
     "dense_apply",
     "dense_encode",
     "hashes",
