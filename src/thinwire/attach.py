@@ -34,14 +34,15 @@ def attach(
 
     `no_sync()` accumulates as ever. From the second step on gradients are encoded as backward produces them, and what
     changes `.grad` between backward and `step()`, such as `clip_grad_norm_`, has no effect on the step; do not rely on
-    it either way.
+    it either way. What DDP itself sends, such as buffers in forward, is not thinwire's: a rank that is lost there is an
+    error of torch's.
 
     Args:
         model: a DistributedDataParallel model, all of whose trainable parameters the optimizer holds.
         optimizer: of thinwire.
         overlap: exchange during backward; otherwise in `step()`.
         grad_scaler: the torch.amp.GradScaler in use, if any: gradients must be unscaled before they are averaged over
-            time, and backward is before `scaler.step()`.
+            time, and backward is before `scaler.step()`. What overflows on one rank then lowers the scale on all.
 
     Raises:
         TypeError: for a model that is not DistributedDataParallel, or an optimizer that is not thinwire's.
@@ -158,9 +159,9 @@ class _Watch:
             model.register_forward_pre_hook(self._before_forward),
             model.register_forward_hook(self._after_forward, always_call=True),
             optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
             optimizer.register_load_state_dict_post_hook(self._after_load),
         ]
+        optimizer._after_step.append(self._after_step)
         for position, p in enumerate(optimizer._flat_params):
             if p in names:
                 self._hooks.append(_on_gradient(p, weakref.ref(self), position))
@@ -169,6 +170,7 @@ class _Watch:
         """Hear no more."""
         for hook in self._hooks:
             hook.remove()
+        self._optimizer._after_step.remove(self._after_step)
 
     def _before_forward(self, *_: object) -> None:
         # DDP decides in forward whether the next backward synchronises (no_sync() must be around both), and so do we.
@@ -209,8 +211,8 @@ class _Watch:
                 "use thinwire.attach(model, optimizer, grad_scaler=scaler)"
             )
 
-    def _after_step(self, *_: object) -> None:
-        if self._optimizer._skipped and self._grad_scaler is not None and self._grad_scaler.is_enabled():
+    def _after_step(self) -> None:
+        if self._optimizer._overflowed and self._grad_scaler is not None and self._grad_scaler.is_enabled():
             # What is infinite on one rank is skipped by all, and their scales must go down together: the scaler sees
             # this rank's gradients only.
             for found in self._grad_scaler._found_inf_per_device(self._optimizer).values():

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 
 
 class PeerLost(RuntimeError):
-    """A rank is dead, frozen or out of reach.
+    """A rank is dead, frozen or out of reach; or it has lost somebody itself, and given up.
+
+    Ranks are counted within the optimizer's process group.
 
     Args:
         stage: what was waited for.
@@ -20,24 +22,34 @@ class PeerLost(RuntimeError):
         ranks: those that were waited for, as far as they are known.
     """
 
+    secondhand = False
+    """Whether all that is known is that another wait of this process has failed."""
+
     def __init__(
         self,
         stage: str,
         cause: object,
-        *,
         step: int | None = None,
         bucket: int | None = None,
         ranks: Sequence[int] = (),
     ) -> None:
         self.stage, self.step, self.bucket, self.ranks = stage, step, bucket, tuple(ranks)
-        of_step = "" if step is None else f", step {step}"
-        of_bucket = "" if bucket is None else f", bucket {bucket}"
-        whom = f" from {name_ranks(self.ranks)}" if self.ranks else ""
-        super().__init__(f"lost a peer while waiting for {stage}{whom}{of_step}{of_bucket}: {cause}")
+        self._cause = str(cause)
+        where = [name_ranks(self.ranks)] if self.ranks else []
+        where += [f"{name} {value}" for name, value in (("step", step), ("bucket", bucket)) if value is not None]
+        told = f" ({', '.join(where)})" if where else ""
+        super().__init__(f"lost a peer while waiting for {stage}{told}: {self._cause}")
+
+    def __reduce__(self) -> tuple[type[PeerLost], tuple[object, ...]]:
+        return type(self), (self.stage, self._cause, self.step, self.bucket, self.ranks)
 
 
 class CorruptPacket(RuntimeError):
-    """A packet is not the one that was due, or not as it was sent. Raised on all ranks, before anything is applied."""
+    """A packet is not the one that was due, or not as it was sent. Raised on all ranks, before any applies anything.
+
+    But for packets that do not leave a node, in a local step of `thinwire.ZeroOneAdam`: its ranks raise it, and the
+    others a `PeerLost` when they next need them.
+    """
 
 
 class ReplicasDiffer(RuntimeError):

@@ -20,7 +20,7 @@ class Metrics:
     skipped_steps: int
     """Steps that no rank took because a gradient on some rank was not finite."""
     rounds: int
-    """Rounds of messages between workers; two a bucket and exchange."""
+    """Rounds of messages between workers: two a bucket, and one at the end of an exchange, that all was right."""
     bytes_sent: int
     """Bytes given to the network for other workers, headers included."""
     bytes_received: int

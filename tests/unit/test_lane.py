@@ -103,11 +103,19 @@ def test_nothing_runs_after_a_failure_and_waiting_fails_ever_after(threaded: boo
     assert done == ["before"]
 
 
-@either_kind
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
-def test_even_an_exit_inside_a_job_is_told(threaded: bool, kind: type[BaseException]) -> None:
+def test_an_exit_inside_a_job_is_the_callers_where_there_is_no_thread(kind: type[BaseException]) -> None:
+    def leave() -> None:
+        raise kind
+
+    with pytest.raises(kind):
+        Lane(threaded=False).submit(leave)
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_even_an_exit_inside_a_job_is_told(kind: type[BaseException]) -> None:
     """A thread that died of it in silence would leave `wait` waiting."""
-    lane = Lane(threaded=threaded)
+    lane = Lane(threaded=True)
 
     def leave() -> None:
         raise kind("out of here")

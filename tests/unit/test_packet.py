@@ -14,7 +14,7 @@ from torch import Tensor
 from thinwire.errors import CorruptPacket
 from thinwire.kernels import ops
 from thinwire.wire import packet
-from thinwire.wire.packet import GREETING, HEADER_BYTES, NONFINITE, REFUSED, Header
+from thinwire.wire.packet import GREETING, HEADER_BYTES, NONFINITE, REFUSED, Header, Packet
 
 KERNELS = ops.backend(torch.device("cpu"))
 HEADER = Header(step=7, bucket=3, sender=2, length=4096, layout=0xDEADBEEF, flags=0)
@@ -32,7 +32,7 @@ HEADERS = st.builds(
 
 def sealed(header: Header, payload: bytes = b"") -> Tensor:
     row = torch.tensor(list(b"\xa5" * HEADER_BYTES + payload), dtype=torch.uint8)
-    header.seal(row, KERNELS)
+    header.seal(Packet(row), KERNELS)
     return row
 
 
@@ -62,7 +62,7 @@ def test_the_checksum_is_that_of_everything_behind_it() -> None:
 @given(HEADERS, st.binary(max_size=40))
 def test_what_is_sealed_is_accepted_as_it_is(header: Header, payload: bytes) -> None:
     row = sealed(header, payload)
-    assert header.check(row, KERNELS) == header.flags
+    assert header.check(Packet(row), KERNELS) == header.flags
     assert bytes(row[HEADER_BYTES:].tolist()) == payload
 
 
@@ -73,7 +73,7 @@ def test_flags_that_a_peer_may_raise_pass_through(flags: int, greeting: int, own
     """Whatever this rank has raised itself, a peer may raise more, or less; only the greeting must be common."""
     sent = dataclasses.replace(HEADER, flags=flags | greeting)
     expected = dataclasses.replace(HEADER, flags=own | greeting)
-    assert expected.check(sealed(sent), KERNELS) == flags | greeting
+    assert expected.check(Packet(sealed(sent)), KERNELS) == flags | greeting
 
 
 @pytest.mark.parametrize(
@@ -84,20 +84,20 @@ def test_every_field_that_differs_is_named(field: str, value: int) -> None:
     sent = dataclasses.replace(HEADER, **{field: value})
     wanted = getattr(HEADER, field)
     with pytest.raises(CorruptPacket, match=rf"rank 2 for step 7, bucket 3: {field} is {value}, expected {wanted}\b"):
-        HEADER.check(sealed(sent), KERNELS)
+        HEADER.check(Packet(sealed(sent)), KERNELS)
 
 
 @pytest.mark.parametrize(("sent", "expected"), [(GREETING, 0), (0, GREETING), (GREETING | NONFINITE, NONFINITE)])
 def test_a_greeting_is_never_taken_for_votes_nor_votes_for_a_greeting(sent: int, expected: int) -> None:
     row = sealed(dataclasses.replace(HEADER, flags=sent))
     with pytest.raises(CorruptPacket, match=f"greeting is {sent & GREETING}, expected {expected & GREETING}"):
-        dataclasses.replace(HEADER, flags=expected).check(row, KERNELS)
+        dataclasses.replace(HEADER, flags=expected).check(Packet(row), KERNELS)
 
 
 def test_a_foreign_packet_is_named_by_its_magic() -> None:
     foreign = int.from_bytes(b"HT", "little")
     with pytest.raises(CorruptPacket, match=f"magic is {foreign}, expected {packet.MAGIC}"):
-        HEADER.check(forged(HEADER, 4, b"HT"), KERNELS)
+        HEADER.check(Packet(forged(HEADER, 4, b"HT")), KERNELS)
 
 
 def test_another_version_is_refused_before_its_fields_are_read() -> None:
@@ -106,7 +106,7 @@ def test_another_version_is_refused_before_its_fields_are_read() -> None:
     with pytest.raises(
         CorruptPacket, match="version is 3, expected 2: all ranks must run the same version"
     ):
-        HEADER.check(row, KERNELS)
+        HEADER.check(Packet(row), KERNELS)
 
 
 @pytest.mark.parametrize(
@@ -116,13 +116,13 @@ def test_another_version_is_refused_before_its_fields_are_read() -> None:
 def test_what_a_user_can_mend_comes_with_advice(field: str, advice: str) -> None:
     sent = dataclasses.replace(HEADER, **{field: 1})
     with pytest.raises(CorruptPacket, match=advice):
-        HEADER.check(sealed(sent), KERNELS)
+        HEADER.check(Packet(sealed(sent)), KERNELS)
 
 
 def test_an_empty_buffer_is_no_packet() -> None:
     """What a peer that sent nothing leaves behind: zeros."""
     with pytest.raises(CorruptPacket, match="checksum is 0"):
-        HEADER.check(torch.zeros(HEADER_BYTES, dtype=torch.uint8), KERNELS)
+        HEADER.check(Packet(torch.zeros(HEADER_BYTES, dtype=torch.uint8)), KERNELS)
 
 
 @settings(deadline=None)
@@ -132,4 +132,4 @@ def test_no_flipped_bit_goes_unseen(header: Header, payload: bytes, data: st.Dat
     bit = data.draw(st.integers(0, 8 * row.numel() - 1))
     row[bit // 8] ^= 1 << bit % 8
     with pytest.raises(CorruptPacket, match=r"checksum is .* not as it was sent"):
-        header.check(row, KERNELS)
+        header.check(Packet(row), KERNELS)

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from thinwire.optimizers._base import WireOptimizer
-from thinwire.optimizers._options import WireOptions
+from thinwire.optimizers._options import Unpack, WireOptions
 from thinwire.optimizers._state import LayerNumbers, State
 from thinwire.schemes import Scheme
 from thinwire.schemes.dense import Dense
 from thinwire.schemes.scaled_sign import ScaledSign
 from thinwire.wire.buckets import Layout
 from thinwire.wire.mail import Part
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 DENSE = "dense"
 SIGNS = "signs"

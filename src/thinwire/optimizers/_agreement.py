@@ -58,7 +58,7 @@ def require_agreement(peers: Peers, description: Description) -> None:
     Raises:
         RuntimeError: on every rank, naming the first field that differs, its values, and the ranks that have them.
     """
-    everybody: list[Description] = peers.gather(description)
+    everybody: list[Description] = peers.gather(description, "the agreement of all ranks")
     fields = list(dict.fromkeys(field for one in everybody for field in one))
     for field in fields:
         holders: dict[str, list[int]] = defaultdict(list)

@@ -25,7 +25,8 @@ from thinwire.kernels import ops
 from thinwire.metrics import Meter, Metrics
 from thinwire.optimizers import _state_dict
 from thinwire.optimizers._agreement import describe, require_agreement
-from thinwire.optimizers._inputs import LOW_PRECISION, check_dtypes, gradient_of
+from thinwire.optimizers._inputs import LOW_PRECISION, check_dtypes, form_of, gradient_of, refuse_thawed
+from thinwire.optimizers._options import spelled_out
 from thinwire.optimizers._paper import LOCAL, Paper
 from thinwire.optimizers._safety import ReplicaCheck, Skips
 from thinwire.optimizers._traffic import Channel, Link, Presence, Traffic
@@ -54,8 +55,11 @@ class WireOptimizer(Paper):
     # GradScaler would otherwise decide a rank at a time whether step() is called, and the others would wait for ever.
     _step_supports_amp_scaling = True
     _built = False
-    _skipped = False
-    """Whether the last step was."""
+    _overflowed = False
+    """Whether a gradient was not finite in the last step, on any rank."""
+
+    def __init_subclass__(cls) -> None:
+        cls.__signature__ = spelled_out(cls.__init__, WireOptimizer.__init__)
 
     def __init__(
         self,
@@ -86,6 +90,8 @@ class WireOptimizer(Paper):
         """Opened when all ranks have agreed, at the first step or by `attach`."""
         self._repeats = False
         self._names: dict[Tensor, str] = {}
+        self._after_step: list[Callable[[], None]] = []
+        """Whom to tell of every step, also one that ends in an error about many of them."""
         # What load_state_dict is about to copy: our state, and pairs of (own, loaded).
         self._loading: tuple[dict[Tensor, dict[str, Tensor]], list[tuple[Tensor, Tensor]]] = ({}, [])
         super().__init__(params, defaults)
@@ -168,7 +174,7 @@ class WireOptimizer(Paper):
                 order = torch.preserve_format if is_dense(p) else torch.contiguous_format
                 state["master"] = torch.empty_like(p, dtype=torch.float32, memory_format=order).copy_(p.detach())
             self.state[p] = state
-        self._forms = [_form(p) for p in self._flat_params]
+        self._forms = [form_of(p) for p in self._flat_params]
         self._built = True
         self._begin_step()
 
@@ -235,36 +241,35 @@ class WireOptimizer(Paper):
             with torch.enable_grad():
                 loss = closure()
         scale = self._amp_scale()
-        self._refuse_thawed()
+        refuse_thawed(self._frozen)
         rest = [position for position, encoded in enumerate(self._encoded) if not encoded]
         gradients = [gradient_of(self._flat_params[position]) for position in rest]
         self._prepare()
-        for position, grad in zip(rest, gradients, strict=True):
-            self._encode(position, grad, scale)
-        flags = self._settle(self._wait())
-        self._skipped = bool(flags & packet.NONFINITE)
-        skipped_by_all = self._skipped and self._skips_together
-        if self._skipped:
-            self._meter.skipped_steps += 1
-        else:
-            with self._meter.apply:
-                self._apply_all()
-                self._conclude()
-        self._end_step()
-        self._meter.steps += 1
-        self._step_count += 1
-        self._begin_step()
-        self._skips.note(int(self._step_count), skipped=skipped_by_all)
+        with self._open_traffic().whole_or_not_at_all():
+            for position, grad in zip(rest, gradients, strict=True):
+                self._encode(position, grad, scale)
+            together = self._skips_together
+            seen = self._wait()
+            flags = self._settle(seen)
+            self._open_traffic().refuse()
+            # A paper may take a step all the same, or hear of others' gradients only when it settles.
+            self._overflowed = bool((seen | flags) & packet.NONFINITE)
+            if flags & packet.NONFINITE:
+                self._meter.skipped_steps += 1
+            else:
+                with self._meter.apply:
+                    self._apply_all()
+                    self._conclude()
+            self._end_step()
+            self._meter.steps += 1
+            self._step_count += 1
+            self._begin_step()
+        for tell in self._after_step:
+            tell()
+        if together:
+            self._skips.note(int(self._step_count), skipped=self._overflowed)
         self._replica_check.after(self, int(self._step_count))
         return loss
-
-    def _refuse_thawed(self) -> None:
-        for p in self._frozen:
-            if p.grad is not None:
-                raise RuntimeError(
-                    f"a parameter of shape {tuple(p.shape)} has a gradient, but was frozen when the optimizer was made "
-                    "and has no place on the wire. Make the optimizer first and freeze then, or make a new one"
-                )
 
     def _amp_scale(self) -> float:
         # torch.amp.GradScaler leaves its scale in this attribute while it calls step(), None after unscale_().
@@ -273,15 +278,16 @@ class WireOptimizer(Paper):
 
     def _encode_early(self, position: int, scale: float) -> None:
         """Encode one parameter's gradient before `step()` asks for it. Called by `attach` during backward."""
-        self._encode(position, gradient_of(self._flat_params[position]), scale)
+        with self._open_traffic().whole_or_not_at_all():
+            self._encode(position, gradient_of(self._flat_params[position]), scale)
 
     def _encode(self, position: int, grad: Tensor | None, scale: float) -> None:
         """Apply the local rule to one parameter, and give the lanes all buckets that are complete by now."""
         p = self._flat_params[position]
-        if _form(p) != self._forms[position]:
+        if form_of(p) != self._forms[position]:
             raise RuntimeError(
-                f"a parameter is {_form(p)}, but was {self._forms[position]} when the optimizer was made. Convert the "
-                "model first, and make the optimizer then"
+                f"a parameter is {form_of(p)}, but was {self._forms[position]} when the optimizer was made. Convert "
+                "the model first, and make the optimizer then"
             )
         self._encoded[position] = True
         traffic, channel = self._open_traffic(), self._channel
@@ -329,6 +335,7 @@ class WireOptimizer(Paper):
         return self._encode_part(position, part, mean, groups[self._group_index[position]], 1.0)
 
     def _wait(self) -> int:
+        assert self._submitted == len(self._missing), "all buckets are under way"
         with self._meter.exposed_wait:
             self._drain()
         return self._open_traffic().flags_seen
@@ -347,7 +354,7 @@ class WireOptimizer(Paper):
         self._repeats = True
         for position in range(len(self._flat_params)):
             self._encode(position, None, 1.0)
-        self._repeats = False
+        self._repeats = False  # not in a `finally`: whatever is raised here is the end
         return self._wait()
 
     def _present(self) -> list[int]:
@@ -391,7 +398,3 @@ class WireOptimizer(Paper):
             f"{type(self).__name__} has threads and process groups, which cannot be copied or pickled: "
             "save state_dict(), and load it into a new optimizer"
         )
-
-
-def _form(p: Tensor) -> tuple[torch.dtype, torch.device, torch.Size, tuple[int, ...]]:
-    return p.dtype, p.device, p.shape, p.stride()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,16 +11,13 @@ from torch.optim.optimizer import ParamsT
 
 from thinwire.optimizers import _warmup
 from thinwire.optimizers._adam import DENSE, SIGNS, AdamFamily, check_error_dtype, check_floor, keep_signs
-from thinwire.optimizers._options import WireOptions
+from thinwire.optimizers._options import Unpack, WireOptions
 from thinwire.optimizers._state import State
 from thinwire.optimizers._warmup import Warmup
 from thinwire.schemes import Scheme
 from thinwire.schemes.scaled_sign import ScaledSign
 from thinwire.wire.buckets import Layout
 from thinwire.wire.mail import Part
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class FrozenVariance(AdamFamily):

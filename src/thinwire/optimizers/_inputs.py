@@ -27,6 +27,25 @@ def check_dtypes(params: Iterable[Tensor]) -> None:
             raise TypeError(f"a parameter of {p.dtype}: expected float32, bfloat16 or float16{hint}")
 
 
+def form_of(p: Tensor) -> tuple[torch.dtype, torch.device, torch.Size, tuple[int, ...]]:
+    """What a parameter must not change once there is an optimizer."""
+    return p.dtype, p.device, p.shape, p.stride()
+
+
+def refuse_thawed(frozen: Iterable[Tensor]) -> None:
+    """Refuse gradients of parameters that were frozen when the optimizer was made.
+
+    Raises:
+        RuntimeError: naming the shape.
+    """
+    for p in frozen:
+        if p.grad is not None:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(p.shape)} has a gradient, but was frozen when the optimizer was made "
+                "and has no place on the wire. Make the optimizer first and freeze then, or make a new one"
+            )
+
+
 def checksum(p: Tensor, kernels: Kernels) -> int:
     """CRC-32C of a parameter's values."""
     values = p.detach() if is_dense(p) else p.detach().contiguous()

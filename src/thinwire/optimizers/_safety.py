@@ -8,7 +8,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from thinwire._checks import MANY, is_integer
-from thinwire.errors import ReplicasDiffer, TooManySkips, name_ranks
+from thinwire.errors import PeerLost, ReplicasDiffer, TooManySkips, name_ranks
 from thinwire.optimizers._inputs import checksum
 
 if TYPE_CHECKING:
@@ -70,14 +70,19 @@ class ReplicaCheck:
 
         Raises:
             ReplicasDiffer: on all ranks, naming the first parameter that differs, and where.
+            PeerLost: when a rank does not answer.
         """
         if not self.every or step % self.every or optimizer._peers.size == 1:
             return
         checksums = [_checksum_of(optimizer, position) for position in range(len(optimizer._flat_params))]
         digest = hashlib.blake2b(struct.pack(f"<{len(checksums)}Q", *checksums), digest_size=8).digest()
-        peers = optimizer._peers
-        if len(set(peers.gather_integer(int.from_bytes(digest, "little", signed=True)))) > 1:
-            self._name_what_differs(optimizer, step, peers.gather(checksums))
+        peers, stage = optimizer._peers, "the checksums of replicas"
+        try:
+            if len(set(peers.gather_integer(int.from_bytes(digest, "little", signed=True), stage, step))) > 1:
+                self._name_what_differs(optimizer, step, peers.gather(checksums, stage, step))
+        except PeerLost as lost:
+            optimizer._open_traffic().stop(lost)
+            raise
 
     def _name_what_differs(self, optimizer: WireOptimizer, step: int, of_ranks: list[list[int]]) -> None:
         # The flat order is the reverse of the optimizer's, and people count from the first.

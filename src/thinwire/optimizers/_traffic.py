@@ -6,8 +6,11 @@ several, such as dense ones for its warm-up and signs afterwards; a step uses on
 
 from __future__ import annotations
 
+import atexit
 import functools
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -17,6 +20,7 @@ from thinwire.errors import CorruptPacket
 from thinwire.kernels.ops import Kernels
 from thinwire.metrics import Meter
 from thinwire.schemes import Scheme
+from thinwire.wire import packet
 from thinwire.wire.buckets import Layout
 from thinwire.wire.exchange import Exchange, Job
 from thinwire.wire.lane import Failure, Lane
@@ -40,13 +44,13 @@ class Channel:
         self.scheme = scheme
         self._layout = layout
         self._topology = topology.within_node() if local else topology
-        self._local = local
+        self.local = local
         self._exchange: Exchange | None = None
         self.restore()
 
     def restore(self) -> None:
         """Have memory for the packets."""
-        alone = self._local or self._topology.workers == 1
+        alone = self.local or self._topology.workers == 1
         self.mail = Mail(self._layout, self.scheme.payload, alone=alone)
         self.scheme.learn(self.mail)
         self.released = False
@@ -64,7 +68,7 @@ class Channel:
     def exchange(self, link: Link) -> Exchange:
         """Who sends and receives these packets."""
         if self._exchange is None:
-            group = None if self._local else link.group
+            group = None if self.local else link.group
             self._exchange = Exchange(self.mail, self._topology, group, link.kernels, link.meter)
         return self._exchange
 
@@ -92,6 +96,7 @@ class _Trip:
     mail: Mail
     exchange: Exchange
     node: Node | None
+    local: bool
 
 
 class Presence:
@@ -131,12 +136,12 @@ class Traffic:
         self._refusal: CorruptPacket | None = None
         self.flags_seen = 0
         """What any rank has raised in the exchange under way or just over."""
+        _open.add(self)
 
     def begin(self, channel: Channel, node: Node | None, step: int) -> None:
         """Be ready for all packets of an exchange, and for what the ranks of the node have to tell each other."""
         exchange = channel.exchange(self.link)
-        self._trip = _Trip(channel.scheme, channel.mail, exchange, node)
-        self._refusal = None
+        self._trip = _Trip(channel.scheme, channel.mail, exchange, node, channel.local)
         self.flags_seen = 0
         self._sending.submit(functools.partial(exchange.listen, step))
 
@@ -208,12 +213,63 @@ class Traffic:
             CorruptPacket: on all ranks, when one of them got a packet that it could not accept.
             RuntimeError: when an exchange has failed for another reason. All of them now and ever after.
         """
-        for lane in self._lanes:
-            lane.drain()
+        try:
+            for lane in self._lanes:
+                lane.drain()
+        except BaseException as interruption:  # Ctrl-C, or what a handler of another signal raises
+            self.stop(interruption)
+            raise
+        local = self._trip is not None and self._trip.local
         self._trip = None  # whose packets may be large, and not needed again
+        if self._refusal is not None and local and self._failure.exception is None:
+            self.flags_seen |= packet.REFUSED  # other nodes do not know: the next exchange of this step tells them
+            return
         if self._refusal is not None:
             self._failure.note(self._refusal)
         if self._failure.exception is not None:
             for lane in self._lanes:
                 lane.close()
         self._failure.check()
+
+    @contextmanager
+    def whole_or_not_at_all(self) -> Iterator[None]:
+        """Let an exception in the midst of a step, such as Ctrl-C, be the end of this traffic: half a step is sent, and
+        whoever went on would apply what is left of it."""
+        try:
+            yield
+        except BaseException as error:
+            self.stop(error)
+            raise
+
+    def refuse(self) -> None:
+        """Stop because of a packet that was refused inside the node, if one was.
+
+        Raises:
+            CorruptPacket: saying which.
+        """
+        if self._refusal is not None:
+            self.stop(self._refusal)
+            self._failure.check()
+
+    def stop(self, cause: BaseException) -> None:
+        """Exchange nothing any more, and let the other ranks know; `drain` says why, ever after."""
+        self._failure.stop(cause)
+        for lane in self._lanes:
+            lane.close(_SOON)
+
+    def leave(self) -> None:
+        """End the lanes, because the interpreter exits: no thread may be inside torch when Python is torn down."""
+        ended = [lane.close(_AT_ONCE) for lane in self._lanes]
+        if not all(ended):
+            self.stop(SystemExit("the interpreter exits"))
+
+
+_AT_ONCE, _SOON = 0.1, 5.0
+"""Seconds that a lane may take to end when it has little to do, and when all its waits fail."""
+_open: weakref.WeakSet[Traffic] = weakref.WeakSet()
+
+
+@atexit.register
+def _leave() -> None:
+    for traffic in list(_open):
+        traffic.leave()

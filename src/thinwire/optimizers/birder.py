@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch.optim.optimizer import ParamsT
 from thinwire.kernels import rng
 from thinwire.optimizers._greeting import Greeting
 from thinwire.optimizers._inputs import check_seed
-from thinwire.optimizers._options import WireOptions
+from thinwire.optimizers._options import Unpack, WireOptions
 from thinwire.optimizers._state import State
 from thinwire.schemes import Scheme
 from thinwire.schemes.dense import Dense
@@ -25,9 +25,6 @@ from thinwire.schemes.stochastic_sign import Downlink, StochasticSign
 from thinwire.wire import packet
 from thinwire.wire.buckets import Layout
 from thinwire.wire.mail import Part
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class Birder(Greeting):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from thinwire.codecs.topk import TopK, check_ratio
 from thinwire.kernels.modes import Source
 from thinwire.optimizers._adam import AdamLike, correction, root_correction, signed
 from thinwire.optimizers._greeting import Greeting
-from thinwire.optimizers._options import WireOptions
+from thinwire.optimizers._options import Unpack, WireOptions
 from thinwire.optimizers._state import State
 from thinwire.schemes import Scheme
 from thinwire.schemes.dense import Dense
@@ -26,9 +26,6 @@ from thinwire.schemes.markov import Markov, MarkovSign
 from thinwire.wire import packet
 from thinwire.wire.buckets import Layout
 from thinwire.wire.mail import Part
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 CodecName = Literal["sign", "topk"]
 Compress = Literal["gradient", "momentum"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,11 +16,8 @@ from torch.optim.optimizer import ParamsT
 
 from thinwire.kernels.ops import Kernels
 from thinwire.optimizers._adam import AdamFamily, correction, root_correction
-from thinwire.optimizers._options import WireOptions
+from thinwire.optimizers._options import Unpack, WireOptions
 from thinwire.wire.mail import Part
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class Lamb(AdamFamily):

@@ -7,7 +7,7 @@ Hanlin Tang, Shaoduo Gan, Ammar Ahmad Awan, Samyam Rajbhandari, Conglong Li, Xia
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,12 +15,9 @@ from torch.optim.optimizer import ParamsT
 
 from thinwire.optimizers._adam import correction, signed
 from thinwire.optimizers._frozen import FrozenVariance
-from thinwire.optimizers._options import WireOptions
+from thinwire.optimizers._options import Unpack, WireOptions
 from thinwire.optimizers._warmup import Length
 from thinwire.wire.mail import Part
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class OneBitAdam(FrozenVariance):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch.optim.optimizer import ParamsT
 
 from thinwire.optimizers._adam import correction, signed
 from thinwire.optimizers._frozen import FrozenVariance
-from thinwire.optimizers._options import WireOptions
+from thinwire.optimizers._options import Unpack, WireOptions
 from thinwire.optimizers._state import State
 from thinwire.optimizers._warmup import Length
 from thinwire.optimizers.lamb import check_range, clamp, lamb_step, norms
@@ -24,9 +24,6 @@ from thinwire.schemes import Scheme
 from thinwire.wire.buckets import Layout
 from thinwire.wire.mail import Part
 from thinwire.wire.memory import untouched_zeros
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 _COEFF_BETA = 0.9
 _SILENT = 0.1

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from thinwire.codecs.count_sketch import MAX_ELEMENTS, CountSketch
 from thinwire.codecs.dense import Floats
 from thinwire.optimizers._adam import AdamLike, signed
 from thinwire.optimizers._inputs import check_seed
-from thinwire.optimizers._options import WireOptions
+from thinwire.optimizers._options import Unpack, WireOptions
 from thinwire.optimizers._paper import LOCAL
 from thinwire.optimizers._state import State
 from thinwire.optimizers._sum import Sum
@@ -27,9 +27,6 @@ from thinwire.schemes.sketching import Sketching
 from thinwire.wire import packet
 from thinwire.wire.buckets import Layout
 from thinwire.wire.mail import Part
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class SketchedAMSGrad(AdamLike):

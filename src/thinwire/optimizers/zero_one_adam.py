@@ -7,7 +7,7 @@ Large-scale Training via 0/1 Adam". ICLR 2023.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from thinwire.optimizers._adam import (
     signed,
 )
 from thinwire.optimizers._intervals import Interval, local_interval, variance_steps
-from thinwire.optimizers._options import WireOptions
+from thinwire.optimizers._options import Unpack, WireOptions
 from thinwire.optimizers._paper import LOCAL
 from thinwire.optimizers._state import State
 from thinwire.schemes import Scheme
@@ -36,9 +36,6 @@ from thinwire.wire import packet
 from thinwire.wire.buckets import Layout
 from thinwire.wire.mail import Part
 from thinwire.wire.memory import untouched_zeros
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class ZeroOneAdam(AdamFamily):
@@ -186,13 +183,14 @@ class ZeroOneAdam(AdamFamily):
         self._prepare()
         self._presence.before = self._presence_since()
         self._flags_sent = packet.SYNCHRONIZE
-        self._exchange_again(SIGNS)
-        self._signs.adopt()
-        self._totals = self._interval.of_groups()
-        self._apply_all()
-        self._end_interval()
-        super()._end_step()
-        self._begin_step()
+        with self._open_traffic().whole_or_not_at_all():
+            self._exchange_again(SIGNS)
+            self._signs.adopt()
+            self._totals = self._interval.of_groups()
+            self._apply_all()
+            self._end_interval()
+            super()._end_step()
+            self._begin_step()
 
     # What a paper says -----------------------------------------------------------------------------------------------
 

@@ -16,7 +16,10 @@ from thinwire.wire import packet
 from thinwire.wire.buckets import Layout
 from thinwire.wire.mail import Frame, Mail
 from thinwire.wire.messages import Messages, Pending, complete, waiting_for
+from thinwire.wire.packet import Packet
 from thinwire.wire.topology import Topology
+
+_COPIES = 2
 
 
 @dataclass
@@ -35,6 +38,12 @@ class Job:
         length = packets.shape[1] - packet.HEADER_BYTES
         return packet.Header(self.step, self.frame.bucket.index, sender, length, layout.fingerprint, self.flags)
 
+    def hear(self, sender: int, flags: int) -> None:
+        """Take over the flags that another rank has raised."""
+        self.flags |= flags
+        if flags & packet.REFUSED:
+            self.refuse(refused_by(sender, self.step))
+
     def refuse(self, error: CorruptPacket) -> None:
         """Note a packet that cannot be accepted."""
         self.refusal = self.refusal or error
@@ -44,7 +53,8 @@ class Job:
 class Verdict:
     """The last word of an exchange: every member tells all others whether it has refused anything.
 
-    An answer that was changed on its way to one rank is seen by that rank only, and the others would go on.
+    An answer that was changed on its way to one rank is seen by that rank only, and the others would go on. As nobody
+    is told of a last word that was changed itself, it is sent twice over, and one of the two is enough.
 
     Args:
         messages: to whom.
@@ -60,38 +70,53 @@ class Verdict:
         self._own = own
         self._layout = layout
         self._kernels = kernels
-        self._notes = torch.zeros(len(ranks), packet.HEADER_BYTES, dtype=torch.uint8)
+        self._notes = torch.zeros(len(ranks), _COPIES * packet.HEADER_BYTES, dtype=torch.uint8)
+        self._packets = [[Packet(copy) for copy in note.view(_COPIES, -1)] for note in self._notes]
         self._tag = 2 * len(layout.buckets)
         self._due: Pending = []
 
     @property
     def bytes(self) -> int:
         """How much it sends."""
-        return (len(self._ranks) - 1) * packet.HEADER_BYTES if self._messages.connected else 0
+        return (len(self._ranks) - 1) * self._notes.shape[1] if self._messages.connected else 0
 
     def listen(self) -> None:
         """Be ready for the others' words."""
         self._due = self._messages.receive(self._notes, self._tag)
 
     def agree(self, step: int, refusal: CorruptPacket | None) -> CorruptPacket | None:
-        """Tell the others of a refusal; this rank's, or what has been heard of one of theirs."""
+        """Tell the others of a refusal; this rank's, or what has been heard of one of theirs.
+
+        Raises:
+            CorruptPacket: when it is a last word itself that cannot be accepted.
+        """
+        if not self._messages.connected:
+            return refusal
         flags = packet.REFUSED if refusal is not None else 0
-        self._header(step, self._own, flags).seal(self._notes[self._own], self._kernels)
+        for copy in self._packets[self._own]:
+            self._header(step, self._own, flags).seal(copy, self._kernels)
         with waiting_for("the word that all packets were right", step):
             sent = self._messages.send_to_all(self._notes[self._own], self._tag)
             complete(self._due)
             complete(sent)
-        if not self._messages.connected:
-            return refusal
-        for member in range(len(self._ranks)):
+        for member, rank in enumerate(self._ranks):
             try:
-                heard = self._header(step, member, 0).check(self._notes[member], self._kernels)
-            except CorruptPacket as error:
-                refusal = refusal or error
+                heard = self._read(step, member)
+            except CorruptPacket:
+                if refusal is None:
+                    raise  # which stops the lanes: the others, who may go on, cannot be told but by silence
                 continue
             if heard & packet.REFUSED:
-                refusal = refusal or refused_by(self._ranks[member], step)
+                refusal = refusal or refused_by(rank, step)
         return refusal
+
+    def _read(self, step: int, member: int) -> int:
+        first, second = self._packets[member]
+        header = self._header(step, member, 0)
+        try:
+            return header.check(first, self._kernels)
+        except CorruptPacket:
+            return header.check(second, self._kernels)
 
     def _header(self, step: int, member: int, flags: int) -> packet.Header:
         end, fingerprint = len(self._layout.buckets), self._layout.fingerprint
@@ -127,6 +152,9 @@ class Exchange:
         self._kernels = kernels
         self._meter = meter
         self._verdict = Verdict(self._messages, self._ranks, topology.node, mail.layout, kernels)
+        self._sent = [[Packet(row) for row in frame.sent] for frame in mail.frames]
+        self._received = [[Packet(row) for row in frame.received] for frame in mail.frames]
+        self._answers = [[Packet(row) for row in frame.answers] for frame in mail.frames]
         self._packets_due: list[Pending] = [[] for _ in mail.frames]
         self._answers_due: list[Pending] = [[] for _ in mail.frames]
         self._packets_sent: list[Pending] = [[] for _ in mail.frames]
@@ -150,8 +178,8 @@ class Exchange:
         frame, bucket, node = job.frame, job.frame.bucket.index, self._topology.node
         header = job.header(frame.sent, self._mail.layout, self._ranks[node])
         with self._meter.seal:
-            for row in frame.sent:
-                header.seal(row, self._kernels)
+            for of_owner in self._sent[bucket]:
+                header.seal(of_owner, self._kernels)
         with waiting_for("a connection to send packets", job.step, bucket):
             self._packets_sent[bucket] = self._messages.send(frame.sent, 2 * bucket)
 
@@ -170,12 +198,12 @@ class Exchange:
                 job.refuse(error)
             else:
                 merge(frame, shard)
-            answer = frame.answers[shard]
-            job.header(frame.answers, self._mail.layout, self._ranks[node]).seal(answer, self._kernels)
+            header = job.header(frame.answers, self._mail.layout, self._ranks[node])
+            header.seal(self._answers[bucket][shard], self._kernels)
         with waiting_for("a connection to send answers", job.step, bucket):
             if self._mail.one_room and bucket + 1 < len(self._mail.frames):
                 self._expect_packets(self._mail.frames[bucket + 1])
-            self._answers_sent[bucket] = self._messages.send_to_all(answer, 2 * bucket + 1)
+            self._answers_sent[bucket] = self._messages.send_to_all(frame.answers[shard], 2 * bucket + 1)
 
     def collect(self, job: Job) -> None:
         """Wait for the others' answers for this rank's slice, and until its own packets are gone."""
@@ -203,9 +231,9 @@ class Exchange:
         if job.refusal is not None:
             raise job.refusal
         frame, seen = job.frame, 0
-        for shard in range(frame.bucket.shards):
+        for shard, answer in enumerate(self._answers[frame.bucket.index]):
             owner = self._topology.owner(shard)
-            answered = job.header(frame.answers, self._mail.layout, owner).check(frame.answers[shard], self._kernels)
+            answered = job.header(frame.answers, self._mail.layout, owner).check(answer, self._kernels)
             if answered & packet.REFUSED:
                 raise refused_by(owner, job.step)
             seen |= answered
@@ -226,5 +254,5 @@ class Exchange:
 
     def _check_received(self, job: Job) -> None:
         frame = job.frame
-        for row, sender in enumerate(self._ranks):
-            job.flags |= job.header(frame.received, self._mail.layout, sender).check(frame.received[row], self._kernels)
+        for sender, received in zip(self._ranks, self._received[frame.bucket.index], strict=True):
+            job.hear(sender, job.header(frame.received, self._mail.layout, sender).check(received, self._kernels))

@@ -17,6 +17,9 @@ from thinwire.errors import CorruptPacket, PeerLost
 
 Job = Callable[[], None]
 
+_A_WHILE = 1.0
+"""Seconds."""
+
 
 class Failure:
     """The first exception that stopped one of the lanes that share this, and with it all of them.
@@ -28,12 +31,14 @@ class Failure:
     def __init__(self, then: Sequence[Callable[[], None]] = ()) -> None:
         self.exception: BaseException | None = None
         self._traceback: TracebackType | None = None
+        self._lock = threading.Lock()
         self._then = then
 
     def note(self, exception: BaseException) -> None:
-        """Remember an exception, if it is the first."""
-        if self.exception is None:
-            self.exception, self._traceback = exception, exception.__traceback__
+        """Remember an exception, if it is the first, or the first that tells more than that there was one."""
+        with self._lock:
+            if self.exception is None or (_is_secondhand(self.exception) and not _is_secondhand(exception)):
+                self.exception, self._traceback = exception, exception.__traceback__
 
     def stop(self, exception: BaseException) -> None:
         """Remember an exception, and see to it that nobody waits for what will not come any more."""
@@ -53,7 +58,12 @@ class Failure:
             # As it was noted: a traceback grows by every raise.
             raise self.exception.with_traceback(self._traceback)
         if self.exception is not None:
-            raise RuntimeError(f"thinwire's exchange failed: {self.exception}") from self.exception
+            told = str(self.exception) or repr(self.exception)
+            raise RuntimeError(f"thinwire's exchange failed: {told}") from self.exception
+
+
+def _is_secondhand(exception: BaseException) -> bool:
+    return isinstance(exception, PeerLost) and exception.secondhand
 
 
 class Lane:
@@ -77,8 +87,8 @@ class Lane:
             self._thread = threading.Thread(target=_work, args=arguments, name="thinwire-lane", daemon=True)
             self._thread.start()
             farewell = weakref.finalize(self, self._jobs.put, None)
-            # When the interpreter exits, the thread is left asleep. Woken then, it would race with the teardown of
-            # Python, and CPython ends threads that lose that race by unwinding torch's C++ frames: std::terminate.
+            # Not when the interpreter exits: a thread that is woken then, and not waited for, races with the teardown
+            # of Python, and CPython ends threads that lose that race by unwinding torch's C++ frames: std::terminate.
             farewell.atexit = False
 
     def submit(self, job: Job) -> None:
@@ -87,8 +97,11 @@ class Lane:
             return
         if self._threaded:
             self._jobs.put(job)
-        else:
-            _run(job, self._failure)
+        elif self._failure.exception is None:
+            try:
+                job()
+            except Exception as exception:  # but not Ctrl-C, which is the caller's
+                self._failure.stop(exception)
 
     def wait(self) -> None:
         """Return when all jobs are done.
@@ -104,14 +117,27 @@ class Lane:
         if self._threaded and not self._closed:
             reached = threading.Event()
             self._jobs.put(reached)
-            reached.wait()
+            while not reached.wait(_A_WHILE):
+                if not self._thread.is_alive():
+                    raise RuntimeError("a lane of thinwire has ended before its jobs were done")
 
-    def close(self) -> None:
-        """Do what there is to do, and end the thread; later jobs are dropped."""
-        if self._threaded and not self._closed:
+    def close(self, patience: float | None = None) -> bool:
+        """Do what there is to do, and end the thread; later jobs are dropped.
+
+        Args:
+            patience: how many seconds that may take; None for any number.
+
+        Returns:
+            Whether the thread has ended.
+        """
+        if not self._threaded:
+            self._closed = True
+            return True
+        if not self._closed:
+            self._closed = True
             self._jobs.put(None)
-            self._thread.join()
-        self._closed = True
+        self._thread.join(patience)
+        return not self._thread.is_alive()
 
 
 def _work(jobs: queue.SimpleQueue[Job | threading.Event | None], failure_of_lane: weakref.ref[Failure]) -> None:

@@ -37,6 +37,8 @@ class Silence(Exception):
     def __init__(self, ranks: Sequence[int], cause: RuntimeError) -> None:
         self.ranks = tuple(ranks)
         self.cause = cause
+        # gloo closes all connections of a group when one wait in it times out, and this is not that wait.
+        self.secondhand = "caused pair closure" in str(cause)
         super().__init__(ranks, cause)
 
 
@@ -50,7 +52,9 @@ def waiting_for(stage: str, step: int, bucket: int | None = None) -> Iterator[No
     try:
         yield
     except Silence as silence:
-        raise PeerLost(stage, silence.cause, step=step, bucket=bucket, ranks=silence.ranks) from silence.cause
+        lost = PeerLost(stage, silence.cause, step=step, bucket=bucket, ranks=silence.ranks)
+        lost.secondhand = silence.secondhand
+        raise lost from silence.cause
 
 
 class Messages:
@@ -75,24 +79,32 @@ class Messages:
 
     def receive(self, rows: Tensor, tag: int) -> Pending:
         """Expect a row from every other member."""
-        return [self._start(i, rows[i], tag, sends=False) for i in self._others] if self.connected else []
+        return self._start([(i, rows[i]) for i in self._others], tag, sends=False)
 
     def send(self, rows: Tensor, tag: int) -> Pending:
         """Send every other member its row."""
-        return [self._start(i, rows[i], tag, sends=True) for i in self._others] if self.connected else []
+        return self._start([(i, rows[i]) for i in self._others], tag, sends=True)
 
     def send_to_all(self, row: Tensor, tag: int) -> Pending:
         """Send every other member the same row."""
-        return [self._start(i, row, tag, sends=True) for i in self._others] if self.connected else []
+        return self._start([(i, row) for i in self._others], tag, sends=True)
 
-    def _start(self, member: int, row: Tensor, tag: int, *, sends: bool) -> tuple[int, Work]:
-        assert self._group is not None
-        try:
-            work = self._group.send([row], member, tag) if sends else self._group.recv([row], member, tag)
-        except RuntimeError as error:
-            raise Silence([self._ranks[member]], error) from error
-        assert work is not None, "this rank is a member of the group"
-        return self._ranks[member], work
+    def _start(self, messages: Sequence[tuple[int, Tensor]], tag: int, *, sends: bool) -> Pending:
+        if self._group is None:
+            return []
+        pending: Pending = []
+        refused: list[tuple[int, RuntimeError]] = []
+        for member, row in messages:
+            try:
+                work = self._group.send([row], member, tag) if sends else self._group.recv([row], member, tag)
+            except RuntimeError as error:
+                refused.append((self._ranks[member], error))
+            else:
+                assert work is not None, "this rank is a member of the group"
+                pending.append((self._ranks[member], work))
+        if refused:
+            raise Silence([rank for rank, _ in refused], refused[0][1]) from refused[0][1]
+        return pending
 
 
 def complete(pending: Pending) -> None:
@@ -105,8 +117,9 @@ def complete(pending: Pending) -> None:
         try:
             work.wait()
         except RuntimeError as error:
-            # gloo closes all connections when one wait times out: what has arrived by then is told from what has not.
-            late = [] if "losed by peer" in str(error) else [other for other, w in pending[i + 1 :] if not _done(w)]
+            # A connection that has failed is one rank's. After a timeout what has arrived is told from what has not.
+            timeout = "Timed out waiting" in str(error)
+            late = [other for other, w in pending[i + 1 :] if not _done(w)] if timeout else []
             raise Silence([rank, *late], error) from error
     pending.clear()
 

@@ -22,6 +22,7 @@ from thinwire.wire.exchange import Job, Verdict
 from thinwire.wire.mail import WORD_BYTES, Frame, Mail
 from thinwire.wire.memory import memory_of
 from thinwire.wire.messages import Messages, complete, waiting_for
+from thinwire.wire.packet import Packet
 from thinwire.wire.topology import Topology
 
 _ALIGNMENT = 64
@@ -34,6 +35,9 @@ class _Rows:
     staged: Tensor
     at: int
     received: Tensor
+    packets: list[Packet]
+    """The rows of `staged`."""
+    received_packets: list[Packet]
     values: Tensor
     """The slices in `staged`."""
     received_values: Tensor
@@ -88,6 +92,8 @@ class Node:
                     staged=staged,
                     at=at,
                     received=received,
+                    packets=[Packet(row) for row in staged],
+                    received_packets=[Packet(row) for row in received],
                     values=staged[:, first:].view(dtype),
                     received_values=received[:, first:].view(dtype),
                     presence_bytes=WORD_BYTES * frame.presence_words,
@@ -120,7 +126,7 @@ class Node:
         for row in range(len(self._ranks)):
             at = rows.at + row * size + packet.HEADER_BYTES
             self._staged_memory[at : at + len(data)] = data
-            header.seal(rows.staged[row], self._kernels)
+            header.seal(rows.packets[row], self._kernels)
         bucket = job.frame.bucket.index
         tag = 2 * bucket
         with self._meter.scatter, waiting_for("gradients of the node", job.step, bucket):
@@ -131,7 +137,8 @@ class Node:
             complete(sent)
         for row, sender in enumerate(self._ranks):
             try:
-                job.flags |= job.header(rows.received, self._layout, sender).check(rows.received[row], self._kernels)
+                header = job.header(rows.received, self._layout, sender)
+                job.hear(sender, header.check(rows.received_packets[row], self._kernels))
             except CorruptPacket as error:
                 job.refuse(error)
             at = row * size + packet.HEADER_BYTES

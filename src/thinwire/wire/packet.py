@@ -39,6 +39,17 @@ _HINTS = {
 }
 
 
+class Packet:
+    """A row of memory that is sent or received as one message; made once, used at every step."""
+
+    __slots__ = ("body", "memory")
+
+    def __init__(self, row: Tensor) -> None:
+        self.memory = memory_of(row)
+        self.body = row[_CHECKSUM.size :]
+        """All that the checksum in front of it is about."""
+
+
 @dataclass(frozen=True)
 class Header:
     """What a packet says about itself. In front of it stands the CRC-32C of everything else in the packet."""
@@ -50,28 +61,26 @@ class Header:
     layout: int
     flags: int
 
-    def seal(self, packet: Tensor, kernels: Kernels) -> None:
+    def seal(self, packet: Packet, kernels: Kernels) -> None:
         """Put the header and the checksum in front of a packet."""
-        memory = memory_of(packet)
         fields = (MAGIC, VERSION, self.flags, self.sender, self.step, self.bucket, self.length, self.layout)
-        _REST.pack_into(memory, _CHECKSUM.size, *fields)
-        _CHECKSUM.pack_into(memory, 0, kernels.crc32c(packet[_CHECKSUM.size :]))
+        _REST.pack_into(packet.memory, _CHECKSUM.size, *fields)
+        _CHECKSUM.pack_into(packet.memory, 0, kernels.crc32c(packet.body))
 
-    def check(self, packet: Tensor, kernels: Kernels) -> int:
+    def check(self, packet: Packet, kernels: Kernels) -> int:
         """The flags of a received packet, whose header must be this one but for NONFINITE and REFUSED.
 
         Raises:
             CorruptPacket: naming the first field that differs.
         """
-        memory = memory_of(packet)
-        (checksum,) = _CHECKSUM.unpack_from(memory)
-        magic, version, flags, *fields = _REST.unpack_from(memory, _CHECKSUM.size)
+        (checksum,) = _CHECKSUM.unpack_from(packet.memory)
+        magic, version, flags, *fields = _REST.unpack_from(packet.memory, _CHECKSUM.size)
         # The checksum first, because the rest means nothing without it. What kind of an exchange it is last: whoever
         # differs in the step may differ in that for the same reason.
         names = ("checksum", "magic", "version", "sender", "step", "bucket", "length", "layout")
         received = (checksum, magic, version, *fields, flags & GREETING, flags & SYNCHRONIZE)
         own = (self.sender, self.step, self.bucket, self.length, self.layout)
-        due = (kernels.crc32c(packet[_CHECKSUM.size :]), MAGIC, VERSION, *own)
+        due = (kernels.crc32c(packet.body), MAGIC, VERSION, *own)
         wanted = (*due, self.flags & GREETING, self.flags & SYNCHRONIZE)
         for name, got, want in zip((*names, "greeting", "synchronize"), received, wanted, strict=True):
             if got != want:

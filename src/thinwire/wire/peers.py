@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Sequence
+from concurrent import futures
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from thinwire.errors import PeerLost
+from thinwire.wire.messages import hang_up
+
+Result = TypeVar("Result")
+_SOON = 1.0
+"""Seconds that are no matter, beside a timeout."""
 
 
 @dataclass(frozen=True)
@@ -56,54 +62,81 @@ class Peers:
                 "made, which would train alone: call init_process_group() first"
             )
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any, stage: str = "what all ranks have to say", step: int | None = None) -> list[Any]:
         """Everybody's value, in the order of ranks (a slow path, for what is rarely asked).
 
         Raises:
-            PeerLost: when a rank does not answer.
+            PeerLost: when a rank does not answer; it names the stage and the step.
         """
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        with _reaching("what all ranks have to say"):
-            dist.all_gather_object(values, value, group=self.group)
+        self._reach(lambda: dist.all_gather_object(values, value, group=self.group), stage, step)
         return values
 
-    def gather_integer(self, value: int) -> list[int]:
+    def gather_integer(self, value: int, stage: str, step: int | None = None) -> list[int]:
         """The same for 64 bits, which are all that travels."""
         if self.size == 1:
             return [value]
         values = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        with _reaching("a number from every rank"):
-            dist.all_gather(values, torch.tensor([value], dtype=torch.int64), group=self.group)
+        own = torch.tensor([value], dtype=torch.int64)
+        self._reach(lambda: dist.all_gather(values, own, group=self.group), stage, step)
         return [int(each) for each in values]
 
     def private_group(self, members: Sequence[int]) -> dist.ProcessGroup | None:
         """A group of some of the ranks that nobody else uses, so that its messages cannot mix with others'.
 
         Only its members call this. None for a single one.
+
+        Raises:
+            PeerLost: when it cannot be made.
         """
         if self.group is None or len(members) == 1:
             return None
         ranks = self.ranks()
-        with _reaching("connections between ranks"):
-            group = dist.new_group(
+        timeout, backend = _timeout_of(self.group), dist.get_backend_config(self.group)
+
+        def connect() -> object:
+            return dist.new_group(
                 [ranks[member] for member in members],
-                timeout=_timeout_of(self.group),
-                backend=dist.get_backend_config(self.group),
+                timeout=timeout,
+                backend=backend,
                 use_local_synchronization=True,
                 group_desc="thinwire",
             )
+
+        group = self._reach(connect, "connections between ranks")
         assert isinstance(group, dist.ProcessGroup), "this rank is a member of it"
         return group
 
+    def _reach(self, call: Callable[[], Result], stage: str, step: int | None = None) -> Result:
+        """What `call` returns, which waits for other ranks.
 
-@contextmanager
-def _reaching(stage: str) -> Iterator[None]:
+        It does so on a thread: inside torch no Ctrl-C gets to it, and no timeout if the rendezvous is out of reach.
+        """
+        assert self.group is not None, "there are other ranks"
+        timeout = _timeout_of(self.group)
+        outcome: futures.Future[Result] = futures.Future()
+        thread = threading.Thread(target=_fulfil, args=(outcome, call), name="thinwire-reach", daemon=True)
+        thread.start()
+        try:
+            return outcome.result(None if timeout is None else timeout.total_seconds() + _SOON)
+        except BaseException as error:
+            hang_up(self.group)  # nobody shall wait for this rank any more, nor its own thread for others
+            thread.join(_SOON)
+            # Errors of torch.distributed are RuntimeErrors, but not those two kinds.
+            if isinstance(error, (NotImplementedError, RecursionError)):
+                raise
+            if isinstance(error, (RuntimeError, futures.TimeoutError)):
+                raise PeerLost(stage, str(error) or "no answer", step=step) from error
+            raise
+
+
+def _fulfil(outcome: futures.Future[Result], call: Callable[[], Result]) -> None:
     try:
-        yield
-    except RuntimeError as error:  # what all of torch.distributed's errors are
-        raise PeerLost(stage, error) from error
+        outcome.set_result(call())
+    except BaseException as error:  # raised again, on the thread that waits
+        outcome.set_exception(error)
 
 
 def _refuse_forgotten_group() -> None:
