@@ -9,6 +9,7 @@ Example::
     loss.backward(); opt.step(); opt.zero_grad()   # the loop stays as it was
 """
 
+from thinwire import checkpoint
 from thinwire._version import __version__
 from thinwire.attach import attach
 from thinwire.errors import CorruptCheckpoint, CorruptPacket, PeerLost, ReplicasDiffer, TooManySkips
@@ -37,4 +38,5 @@ __all__ = [
     "ZeroOneAdam",
     "__version__",
     "attach",
+    "checkpoint",
 ]

@@ -144,18 +144,19 @@ def cut(count: int, pieces: int, *, first_word: int, planes: int = 1) -> tuple[T
     """A run table for a parameter of `count` elements at word `first_word`, and the size of its packets in bytes.
 
     The parameter is cut at words into at most `pieces` runs of unequal length, which stand in the packets in reverse
-    order with gaps between them; some of them are of one shard, numbered from 1.
+    order with gaps between them, and nothing behind the last; some of them are of one shard, numbered from 1.
     """
     words = -(-count // WORD)
     edges = sorted({words * (i * i) // (pieces * pieces) for i in range(pieces + 1)})
     runs: list[list[int]] = []
-    byte = 8
+    byte, gap, size = 8, 16, 0
     for start, stop in reversed(list(pairwise(edges))):
-        plane_bytes = 8 * (stop - start) + 16
+        plane_bytes = 8 * (stop - start) + gap
         elements = min(stop * WORD, count) - start * WORD
         runs.append([(first_word + start) * WORD, start * WORD, elements, byte, plane_bytes, 1 + 2 * len(runs) // 3])
+        size = byte + (4 * elements if planes == FLOAT_PLANES else planes * plane_bytes - gap)
         byte += planes * plane_bytes + 24
-    return torch.tensor(runs[::-1]), byte
+    return torch.tensor(runs[::-1]), size
 
 
 # Difficult numbers ---------------------------------------------------------------------------------------------------
@@ -251,7 +252,7 @@ def roll_call_case(
         "period": period,
         "phase": phase,
         "eps": 1e-4,
-        "packets": guarded(random_bytes(shards, 40 + room + 16, generator=generator)),
+        "packets": guarded(random_bytes(shards, 40 + room, generator=generator)),
         "offset": 40,
         "shift": shift,
     }

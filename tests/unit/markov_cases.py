@@ -118,11 +118,11 @@ def markov_merge_case(
     runs[:, 5] = 4
     scales = torch.rand(workers, generator=generator) * 10.0 ** torch.randint(-9, 4, (workers,), generator=generator)
     scales[seed % 9 :: 9] = 0.0
-    rows = guarded(random_bytes(workers, size + 24, generator=generator))
-    rows[:, 8 : 8 + size // 2] &= random_bytes(workers, size // 2, generator=generator)  # hellos are rare
+    rows = guarded(random_bytes(workers, 24 + size, generator=generator))[:, 24:]
+    rows[:, : size // 2] &= random_bytes(workers, size // 2, generator=generator)  # hellos are rare
     return {
         "runs": runs,
-        "rows": rows[:, 8 : 8 + size],
+        "rows": rows,
         "mean": guarded(in_flat(moderate(count, generator), first_word)[shift:]),
         "g": guarded(in_flat(moderate(count, generator), first_word)),
         "alive": guarded(alive_map(alive, first_word + -(-count // WORD), generator)),

@@ -240,7 +240,7 @@ def sign_merge_case(
     scales[seed % 9 :: 9] = 0.0
     return {
         "runs": runs,
-        "rows": guarded(random_bytes(workers, size + 24, generator=generator))[:, 8 : 8 + size],
+        "rows": guarded(random_bytes(workers, 24 + size, generator=generator))[:, 24:],
         "y": guarded(in_flat(moderate(count, generator, state_dtype), first_word)[shift:]),
         "answer": guarded(random_bytes(size, generator=generator)),
         "scales": guarded(scales),

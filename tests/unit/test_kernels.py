@@ -187,7 +187,7 @@ def vote_case(workers: int, words: int, alive: str | None, seed: int, *, signal:
     first_word = seed % 7
     living = None if alive is None else guarded(alive_map(alive, first_word + words, generator))
     return {
-        "rows": guarded(random_bytes(workers, 32 + 8 * words + 24, generator=generator)),
+        "rows": guarded(random_bytes(workers, 32 + 8 * words, generator=generator)),
         "byte": 32,
         "alive": living,
         "first_word": first_word,

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.testbeds import NAMESPACES, eventually, is_gone, namespaces_of, read_lines, skip_unless_available
-from thinwire.testbed import Testbed, TestbedUnavailable, parse_delay, parse_rate, processes
+from thinwire.testbed import Testbed, TestbedUnavailable, enter_namespace, parse_delay, parse_rate, processes
 
 # A pair of ranks: the second sends as many bytes as it is told, the first says how long they took to arrive.
 PAIR = """
@@ -215,6 +215,53 @@ def test_slower_in_the_midst_of_a_transfer() -> None:
 
 
 @pytest.mark.usefixtures("available")
+def test_one_host_slower_than_the_others() -> None:
+    size = 500_000
+    with Testbed(2, rate="400mbit") as testbed, paired(testbed) as pair:
+        testbed.set_rate("20mbit", host=0)
+        assert pair.megabits(size) > 40  # it is host 1 that sends
+        testbed.set_rate("20mbit", host=1)
+        assert 10 < pair.megabits(size) < 25
+        testbed.set_rate("400mbit", host=1)
+        assert pair.megabits(size) > 40
+
+
+@pytest.mark.usefixtures("available")
+def test_a_cable_is_pulled_and_plugged_in_again() -> None:
+    size = 4_000_000
+    with Testbed(2, rate="100mbit") as testbed, paired(testbed) as pair:
+        pair.begin(size)
+        assert eventually(lambda: testbed.bytes_sent()[1] > 500_000)
+        began = time.perf_counter()
+        testbed.cut(1)
+        testbed.cut(1)  # twice is once
+        time.sleep(0.1)  # the switch may have had some of it
+        sent = testbed.bytes_sent()[1]
+        time.sleep(0.5)
+        assert testbed.bytes_sent()[1] == sent < size
+        testbed.set_rate("200mbit", host=1)
+        testbed.mend(1)
+        # The same connection, and nothing is missing.
+        assert pair.seconds() > 0.5
+        assert time.perf_counter() - began < 10
+        testbed.cut(0)
+        testbed.mend(0)
+        pair.begin(1000)
+        pair.seconds()
+
+
+@pytest.mark.usefixtures("available")
+def test_faults_of_hosts_that_are_not_there() -> None:
+    with Testbed(2) as testbed:
+        for fault in (testbed.cut, testbed.mend, lambda host: testbed.set_rate("1mbit", host=host)):
+            for host in (-1, 2):
+                with pytest.raises(ValueError, match=f"host must be 0 to 1, got {host}"):
+                    fault(host)
+    with pytest.raises(RuntimeError, match="only inside its with block"):
+        testbed.cut(0)
+
+
+@pytest.mark.usefixtures("available")
 def test_idle_hosts_are_silent() -> None:
     with Testbed(2) as testbed:
         time.sleep(1.2)
@@ -289,6 +336,22 @@ def test_delay_where_the_kernel_can() -> None:
         refusal = str(error)
     assert not refusal or refusal.startswith("a testbed needs netem for delay=, and this kernel refuses: `tc ")
     assert namespaces_of(os.getpid()) == []
+
+
+@pytest.mark.usefixtures("available")
+def test_a_process_that_moves_to_a_host_by_itself() -> None:
+    program = (
+        "import subprocess, sys; from thinwire.testbed import enter_namespace; enter_namespace(sys.argv[1]); "
+        "subprocess.run(['ip', '-4', '-o', 'address', 'show', 'dev', 'eth0'], check=True)"
+    )
+    with Testbed(2) as testbed:
+        for host in testbed.hosts:
+            moved = subprocess.run(
+                [sys.executable, "-c", program, host.namespace], capture_output=True, text=True, check=True
+            )
+            assert f"inet {host.address}/24" in moved.stdout
+        with pytest.raises(FileNotFoundError, match="nowhere"):
+            enter_namespace("nowhere")
 
 
 @pytest.mark.usefixtures("available")

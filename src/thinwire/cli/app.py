@@ -8,7 +8,8 @@ import sys
 try:
     import typer
 
-    from thinwire.cli import bench, demo, testbed
+    from thinwire.cli import bench, demo, soak, testbed
+    from thinwire.cli.chaos import command as chaos
 except ModuleNotFoundError as error:
     # torch is all the library needs; the command line asks for more, and says which extra brings it.
     if error.name not in {"typer", "rich"}:
@@ -27,6 +28,8 @@ app = typer.Typer(
 app.command(name="demo")(demo.demo)
 app.add_typer(bench.app, name="bench")
 app.add_typer(testbed.app, name="testbed")
+app.command(name="chaos")(chaos.chaos)
+app.command(name="soak")(soak.soak)
 
 
 def main() -> None:

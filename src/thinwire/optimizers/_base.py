@@ -163,13 +163,13 @@ class WireOptimizer(Paper):
         """The parameters that take part, in the order of the flat space."""
         self._group_index = [held[slot.index][1] for slot in layout.slots]
         self._layout = layout
-        schemes, kept = self._declare(layout)
+        schemes, self._kept = self._declare(layout)
         self._channels = {
             name: Channel(scheme, layout, topology, local=name == LOCAL) for name, scheme in schemes.items()
         }
         self.state.clear()
         for position, p in enumerate(self._flat_params):
-            state = {"step": self._step_count, **kept.of(layout, topology.node, position, p)}
+            state = {"step": self._step_count, **self._kept.of(layout, topology.node, position, p)}
             if p.dtype in LOW_PRECISION:
                 order = torch.preserve_format if is_dense(p) else torch.contiguous_format
                 state["master"] = torch.empty_like(p, dtype=torch.float32, memory_format=order).copy_(p.detach())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -137,3 +138,36 @@ class FrozenVariance(AdamFamily):
             m=None,
             momentum=0.0,
         )
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch.optim. Memory of two dtypes, which torch.save refuses, is copied."""
+        saved = super().state_dict()
+        if self._topology.compresses and self._error_dtype != self._m.dtype:
+            states = saved["state"].items()
+            saved["state"] = {index: {**state, "sent": state["sent"].clone()} for index, state in states}
+        return saved
+
+    # When a run goes on with other ranks -----------------------------------------------------------------------------
+
+    def _portable(self, *, private: bool) -> State:
+        kept = self._kept
+        # Of the momentum and of what takes its place only one counts, and answers mean nothing without their shards.
+        state = State(whole=dict(kept.whole), layers=kept.layers, common=kept.common)
+        if not self._compressing:
+            return state
+        del state.whole["m"]
+        signs = self._signs
+        if not private:
+            signs.sent.zero_()
+            signs.sent_scales.zero_()
+        # What a worker would send next without a gradient: its error, and what is left of the momentum that all share.
+        for position, parts in enumerate(self._channel.mail.parts):
+            for part in parts:
+                self._local(position, part, None, self._group_of(position), 1.0)
+        signs.sent_scales.zero_()  # it has not been sent
+        signs.fade([1.0] * len(self._flat_params))
+        return replace(state, own={"sent": signs.sent}, owned={"answered": signs.answered} if private else {})
+
+    @property
+    def _needs_compression(self) -> bool:
+        return self._compressing

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -27,6 +28,8 @@ class Paper(Optimizer, abc.ABC):
 
     _state_has_buckets = False
     """Whether what is kept depends on how the flat space is cut into buckets."""
+    _kept: State
+    """What `_declare` has said."""
 
     @abc.abstractmethod
     def _check_group(self, group: dict[str, Any]) -> None:
@@ -78,6 +81,37 @@ class Paper(Optimizer, abc.ABC):
 
     def _end_step(self) -> None:
         """What happens at the end of a step, taken or skipped."""
+
+    # When a run goes on with other ranks, see `thinwire.optimizers._elastic` -----------------------------------------
+
+    def _portable(self, *, private: bool) -> State:
+        """What counts now of what is kept, such that the flat space can be cut anew for other workers and shards.
+
+        A name may stand in another kind than `_declare` has put it into: `own` is averaged over workers, `owned` is put
+        together. What is left out starts from zero. Asked once, of an optimizer that takes no steps any more.
+
+        Args:
+            private: whether with what every worker keeps for itself.
+        """
+        shared = self._kept.shared()
+        return replace(shared, own=self._kept.own, owned=self._kept.owned) if private else shared
+
+    @property
+    def _needs_compression(self) -> bool:
+        """Whether what is kept now makes no sense in a topology that does not compress."""
+        return False
+
+    def _anchors(self) -> dict[int, Tensor]:
+        """By position, for parameters that this worker has moved on its own, the values that all have agreed on."""
+        return {}
+
+    def _inherit(self, values: Mapping[str, Tensor], anchors: Mapping[int, Tensor]) -> None:
+        """What happens when the state has been taken over from a run of other ranks.
+
+        Args:
+            values: what all its workers had, joined, of the whole flat space.
+            anchors: where they last agreed, as `_anchors`.
+        """
 
     def _contraction(self) -> float:
         """Which share of what this rank had to say in the last step was left unsaid."""

@@ -34,6 +34,10 @@ class State:
     common: Tensors = field(default_factory=dict)
     """As they are, given to every parameter."""
 
+    def shared(self) -> State:
+        """What is the same on all ranks; no shards, whose entries depend on where they are cut."""
+        return State(whole=self.whole, words=self.words, layers=self.layers, common=self.common)
+
     def of(self, layout: Layout, node: int, position: int, p: Tensor) -> Tensors:
         """What belongs to the parameter at `position` of the flat order, on a rank of worker `node`."""
         slot = layout.slots[position]

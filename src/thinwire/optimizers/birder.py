@@ -164,6 +164,10 @@ class Birder(Greeting):
         self._votes = StochasticSign(layout, self._downlink, self._kernels, life, self._eps)
         return {"votes": self._votes}, State(own, words={"alive": self._votes.alive})
 
+    def _portable(self, *, private: bool) -> State:
+        # Who is known to live but has nothing in b would toss coins: without b nobody lives.
+        return super()._portable(private=True) if private else State()
+
     def _begin_step(self) -> None:
         """See `WireOptimizer._begin_step`; draws this step's keys."""
         super()._begin_step()

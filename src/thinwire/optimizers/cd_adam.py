@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -174,6 +175,17 @@ class CDAdam(Greeting, AdamLike):
         state.owned["mean"] = self._markov.mean
         state.whole["followed"] = self._markov.followed
         return {self._codec: self._markov}, state
+
+    def _portable(self, *, private: bool) -> State:
+        state = super()._portable(private=private)
+        if self._markov is None:
+            return state
+        if not private:
+            # What is followed is the mean of what is known, and starts from zero with it.
+            return replace(state, whole={name: whole for name, whole in state.whole.items() if name != "followed"})
+        # All that the owners know of workers is their mean. If it is what is known of each, it is their mean again.
+        own = {name: own for name, own in state.own.items() if name != "known"}
+        return replace(state, own=own, owned={"mean": self._markov.mean, "known": self._markov.mean})
 
     def _begin_step(self) -> None:
         """See `WireOptimizer._begin_step`."""

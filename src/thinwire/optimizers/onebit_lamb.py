@@ -157,10 +157,18 @@ class OneBitLamb(FrozenVariance):
         """c_avg of each layer, up to the switch without bias correction."""
         self._factor = self._layer_numbers("factor", state, layout, torch.float64, start=1)
         self._layer_weight = self._layer_numbers("weight", state, layout, torch.float64, start=1)
+        self._follows = False
+        """Whether w follows the gradients in this step: it takes two answers to tell one."""
         if self._topology.compresses:
             self._w = untouched_zeros(layout.size, torch.float32)
             state.whole["w"] = self._w
         return schemes, state
+
+    def _settle(self, flags: int) -> int:
+        flags = super()._settle(flags)
+        if self._compressing:
+            self._follows = self._signs.has_before
+        return flags
 
     def _local(self, position: int, part: Part, grad: Tensor | None, group: dict[str, Any], scale: float) -> bool:
         if not self._compressing:
@@ -187,7 +195,6 @@ class OneBitLamb(FrozenVariance):
         self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None, group: dict[str, Any], updates: int
     ) -> None:
         (beta1, beta2), weight_decay = group["betas"], group["weight_decay"]
-        first = self._step_number == self._warmup.ended_at + 1
         shrink, unbias = 1.0 / self._weight(position), correction(beta1, updates)
         measured: list[list[float]] = []
         for part in parts:
@@ -204,7 +211,7 @@ class OneBitLamb(FrozenVariance):
                 self._signs.answer_scales_before,
                 shrink=shrink,
                 beta1=beta1,
-                beta2=1.0 if first else beta2,
+                beta2=beta2 if self._follows else 1.0,
                 eps=group["eps"],
                 unbias=unbias,
                 weight_decay=weight_decay,

@@ -15,30 +15,19 @@ from torch.optim.optimizer import ParamsT
 
 from thinwire._checks import MANY, is_integer
 from thinwire.kernels.modes import Output
-from thinwire.optimizers._adam import (
-    DENSE,
-    SIGNS,
-    AdamFamily,
-    check_error_dtype,
-    check_floor,
-    correction,
-    keep_signs,
-    signed,
-)
-from thinwire.optimizers._intervals import Interval, local_interval, variance_steps
+from thinwire.optimizers._adam import DENSE, SIGNS, check_error_dtype, check_floor, correction, signed
+from thinwire.optimizers._intervals import local_interval, variance_steps
+from thinwire.optimizers._local_steps import ANCHORED, PRESENT, SMALLEST, LocalSteps
 from thinwire.optimizers._options import Unpack, WireOptions
 from thinwire.optimizers._paper import LOCAL
 from thinwire.optimizers._state import State
 from thinwire.schemes import Scheme
-from thinwire.schemes.local import Alone, AmongNode
-from thinwire.schemes.scaled_sign import ScaledSign
 from thinwire.wire import packet
 from thinwire.wire.buckets import Layout
 from thinwire.wire.mail import Part
-from thinwire.wire.memory import untouched_zeros
 
 
-class ZeroOneAdam(AdamFamily):
+class ZeroOneAdam(LocalSteps):
     r"""0/1 Adam (Lu et al., ICLR 2023): between zero and one bit a parameter and step.
 
     Up to `var_freeze_step` steps are of two kinds. Variance steps, ever further apart, are AdamW's on the exact mean
@@ -163,11 +152,6 @@ class ZeroOneAdam(AdamFamily):
         self._error_dtype = error_dtype
         super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, **wire)
 
-    @property
-    def is_synchronized(self) -> bool:
-        """Whether all replicas are equal: no local step has been taken since they last were."""
-        return not self._interval.local_steps
-
     @torch.no_grad()
     def synchronize(self) -> None:
         """Make all replicas equal now. To be called on all ranks, after `step()`; does nothing if they are equal.
@@ -198,23 +182,10 @@ class ZeroOneAdam(AdamFamily):
         own = {**self._schedule, "variance_floor": self._variance_floor, "error_dtype": str(self._error_dtype)}
         return {**super()._settings(), **own}
 
-    def _progress(self) -> dict[str, Any]:
-        return {**super()._progress(), "the number of local steps since ranks were equal": self._interval.local_steps}
-
     def _declare(self, layout: Layout) -> tuple[dict[str, Scheme], State]:
         schemes, state = super()._declare(layout)
-        self._interval = Interval(len(self.param_groups))
         self._variance_updates = self._layer_numbers("variance_updates", state, layout, torch.int64)
-        self._touched = self._layer_numbers("touched", state, layout, torch.int64)
-        """Bits for each parameter: 1 if it has had a gradient since replicas were equal, 2 if it has an anchor."""
-        state.common["interval"] = self._interval.memory
-        if not self._topology.compresses:
-            return schemes, state
-        self._signs = ScaledSign(layout, self._topology.node, self._kernels, self._error_dtype)
-        keep_signs(state, self._signs)
-        state.whole["anchor"] = untouched_zeros(layout.size, torch.float32)
-        self._own = Alone(self._m) if layout.slices == 1 else AmongNode(self._kernels)
-        return {**schemes, SIGNS: self._signs, LOCAL: self._own}, state
+        return schemes, state
 
     def _channel_now(self) -> str:
         if not self._topology.compresses:
@@ -286,20 +257,12 @@ class ZeroOneAdam(AdamFamily):
         self._interval.note(self._rates, self._decays, local=self._on(LOCAL))
         self._totals = self._interval.of_groups()
         for position in self._present():
-            self._touched.now[position] |= _PRESENT
+            self._touched.now[position] |= PRESENT
         if self._on(LOCAL):
             self._signs.sent_scales.zero_()  # errors have been taken, there is nothing to take from them any more
         elif not alone:
             flags &= ~packet.NONFINITE  # local steps must not be lost
         return flags
-
-    def _presence_since(self) -> list[int]:
-        presence = [0] * len(self._layout.buckets)
-        for parts, touched in zip(self._channels[SIGNS].mail.parts, self._touched.now, strict=True):
-            if touched & _PRESENT:
-                for part in parts:
-                    presence[part.frame.bucket.index] |= part.presence
-        return presence
 
     def _apply(
         self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None, group: dict[str, Any]
@@ -324,21 +287,21 @@ class ZeroOneAdam(AdamFamily):
 
     def _apply_local(self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None) -> None:
         group = self._group_index[position]
-        anchored = self._touched.now[position] & _ANCHORED
+        anchored = self._touched.now[position] & ANCHORED
         anchor = None if anchored else self.state[self._flat_params[position]]["anchor"]
         for part in parts:
             runs, values = self._own.momentum(part)
             self._kernels.step_apply(
                 runs, x, low, self._v, values, rate=self._rates[group], decay=self._decays[group], anchor=anchor
             )
-        self._touched.now[position] |= _ANCHORED
+        self._touched.now[position] |= ANCHORED
 
     def _apply_agreed(self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None) -> None:
         sums, decays = self._totals
         group = self._group_index[position]
-        if sums[group] < _SMALLEST:
+        if sums[group] < SMALLEST:
             return  # nobody has moved, and there is nothing to divide by
-        anchored = self._touched.now[position] & _ANCHORED
+        anchored = self._touched.now[position] & ANCHORED
         anchor = self.state[self._flat_params[position]]["anchor"] if anchored else None
         for part in parts:
             self._kernels.sign_apply(
@@ -364,19 +327,6 @@ class ZeroOneAdam(AdamFamily):
             self._interval.freeze(self._step_number)
         super()._end_step()
 
-    def _end_interval(self) -> None:
-        self._interval.end()
-        self._touched.now = [0] * len(self._touched.now)
 
-    def _agreed_value(self, position: int) -> Tensor:
-        p = self._flat_params[position]
-        if self._touched.now[position] & _ANCHORED:
-            return self.state[p]["anchor"].to(p.dtype)
-        return super()._agreed_value(position)
-
-
-_PRESENT, _ANCHORED = 1, 2
 _FALL = 0.99
 """When learning rates fall by more than this, errors shrink with them."""
-_SMALLEST = 1e-30
-"""Sums of learning rates below it count as none: their inverse would not be a float32."""

@@ -150,6 +150,11 @@ class ScaledSign:
         for bucket, signs, _ in self._packets.answers:
             self.answer[bucket.first_word : bucket.stop // WORD].view(bucket.shards, -1).copy_(signs)
 
+    @property
+    def has_before(self) -> bool:
+        """Whether an answer before the last one is remembered. There is none after a start, or only zeros."""
+        return self.answer_scales_before is not None and bool(self.answer_scales_before.any())
+
     def forget(self) -> None:
         """Start all memories from zero."""
         for memory in (self.sent, self.answered, self.sent_scales, self.answer_scales, self.answer):

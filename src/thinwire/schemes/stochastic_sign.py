@@ -45,14 +45,14 @@ class StochasticSign:
         self._frames: list[Frame] = []
         self.workers = layout.workers if downlink == "votes" else 0
         """How many votes an answer counts; 0 when it is a sign."""
-        self.planes = layout.workers.bit_length() if downlink == "votes" else 1
+        self.planes = planes = layout.workers.bit_length() if downlink == "votes" else 1
         self.alive = torch.zeros(layout.size // WORD, dtype=torch.int64)
         self._votes_of = layout.workers
         # Sum of |2c - n| over a sample of living coordinates, and their number.
         self._signal = torch.zeros(2, dtype=torch.int64)
         self.payload = Payload(
             up_words=lambda shard_words: shard_words + _roll_words(shard_words),
-            down_words=lambda shard_words: self.planes * shard_words + _roll_words(shard_words),
+            down_words=lambda shard_words: planes * shard_words + _roll_words(shard_words),
         )
 
     def learn(self, mail: Mail) -> None:

@@ -9,7 +9,7 @@ Needs root, ``ip`` and ``tc``. docs/testbed.md says what is modelled, and what i
 
 from thinwire.testbed.leftovers import remove_leftovers
 from thinwire.testbed.network import Host, Testbed
-from thinwire.testbed.processes import check_ranks
+from thinwire.testbed.processes import check_ranks, enter_namespace
 from thinwire.testbed.shaping import parse_delay, parse_rate
 from thinwire.testbed.tools import TestbedUnavailable, require_tools
 
@@ -18,6 +18,7 @@ __all__ = [
     "Testbed",
     "TestbedUnavailable",
     "check_ranks",
+    "enter_namespace",
     "parse_delay",
     "parse_rate",
     "remove_leftovers",

@@ -12,15 +12,20 @@ import sys
 PR_SET_PDEATHSIG = 1
 
 
-def main() -> None:
-    """Become the command, or say why that is not possible."""
-    parent, command = int(sys.argv[1]), sys.argv[2:]
+def die_with(parent: int) -> None:
+    """Have this process killed when the thread of its parent ends that has started it."""
     libc = ctypes.CDLL(None, use_errno=True)
-    # If the testbed's process is killed, nobody else would end this one.
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent:
         sys.exit(128 + signal.SIGKILL)  # it was killed before the line above
+
+
+def main() -> None:
+    """Become the command, or say why that is not possible."""
+    parent, command = int(sys.argv[1]), sys.argv[2:]
+    # If the testbed's process is killed, nobody else would end this one.
+    die_with(parent)
     try:
         os.execvp(command[0], command)
     except OSError as error:

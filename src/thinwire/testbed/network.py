@@ -72,6 +72,7 @@ class Testbed:
         self._ports = itertools.count(_FIRST_PORT)
         self._undo = ExitStack()
         self._entered = False
+        self._switch = ""
 
     def __enter__(self) -> Testbed:
         if self._entered:
@@ -90,12 +91,22 @@ class Testbed:
     def __exit__(self, *exception: object) -> None:
         self._undo.close()
 
-    def set_rate(self, rate: str | None) -> None:
-        """Let every host send so much from now on. Packets that wait to be sent are lost; TCP sends them again."""
+    def set_rate(self, rate: str | None, *, host: int | None = None) -> None:
+        """Let every host, or one of them, send so much from now on.
+
+        Packets that wait to be sent are lost; TCP sends them again.
+        """
         bits_per_second = parse_rate(rate)
-        self._require_hosts()
-        for egress in self._egress:
-            egress.shape(bits_per_second)
+        for index in self._indices() if host is None else [self._checked(host)]:
+            self._egress[index].shape(bits_per_second)
+
+    def cut(self, host: int) -> None:
+        """Pull the cable out of a host, while processes run: it sees no carrier, and packets both ways are lost."""
+        self._plug(host, "down")
+
+    def mend(self, host: int) -> None:
+        """Plug the cable in again. TCP connections that have not given up go on, within about a second."""
+        self._plug(host, "up")
 
     def bytes_sent(self) -> list[int]:
         """What has left each host's interface so far, headers of every frame included; loopback does not count."""
@@ -160,6 +171,21 @@ class Testbed:
         if not self.hosts:
             raise RuntimeError("a testbed has hosts only inside its with block")
 
+    def _indices(self) -> range:
+        self._require_hosts()
+        return range(len(self.hosts))
+
+    def _checked(self, host: int) -> int:
+        if host not in self._indices():
+            raise ValueError(f"host must be 0 to {len(self.hosts) - 1}, got {host}")
+        return host
+
+    def _plug(self, host: int, state: str) -> None:
+        port = _port(self._checked(host))
+        # The switch's end: were the host's own interface set down, the host would lose its routes as well, and its
+        # processes hear at once what a cable does not tell them.
+        run_tool("ip", "-n", self._switch, "link", "set", "dev", port, state)
+
     def _tear_down(self, name: str) -> None:
         with signals_deferred():
             try:
@@ -171,7 +197,7 @@ class Testbed:
                 remove_testbed(name)
 
     def _build(self, name: str) -> None:
-        switch = f"{name}-{SWITCH}"
+        self._switch = switch = f"{name}-{SWITCH}"
         with _kernel_feature("network namespaces"):
             run_tool("ip", "netns", "add", switch)
         if self._delay is not None:
@@ -187,7 +213,7 @@ class Testbed:
         self.hosts = tuple(hosts)
 
     def _connect(self, host: Host, switch: str) -> None:
-        port = f"port{host.index}"
+        port = _port(host.index)
         with _kernel_feature("network namespaces"):
             run_tool("ip", "netns", "add", host.namespace)
             run_tool("ip", "-n", host.namespace, "link", "set", "dev", "lo", "up")
@@ -205,6 +231,11 @@ class Testbed:
         _bring_up(host.namespace, host.interface)
         _bring_up(switch, port)
         self._egress.append(egress)
+
+
+def _port(host: int) -> str:
+    """The name of the switch's end of a host's cable."""
+    return f"port{host}"
 
 
 @contextmanager

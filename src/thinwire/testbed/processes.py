@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -13,6 +14,9 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from thinwire.testbed.leftovers import NAMED_NAMESPACES
+
+CLONE_NEWNET = 0x40000000
 # How long a rank may take to end after SIGTERM.
 GRACE_SECONDS = 3.0
 _LAUNCHER = Path(__file__).with_name("launcher.py")
@@ -66,6 +70,18 @@ def start_in(
     return subprocess.Popen(
         ["ip", "netns", "exec", namespace, *launcher, *command], env=env, start_new_session=True, **options
     )
+
+
+def enter_namespace(namespace: str) -> None:
+    """Move the calling thread, and those it makes from now on, to a host: for processes that a program forks itself."""
+    descriptor = os.open(NAMED_NAMESPACES / namespace, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        # os.setns() came with Python 3.12.
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.setns(descriptor, CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"setns({namespace}): {os.strerror(ctypes.get_errno())}")
+    finally:
+        os.close(descriptor)
 
 
 def wait_for(processes: Sequence[subprocess.Popen[Any]]) -> int:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 
-class TestbedUnavailable(RuntimeError):  # noqa: N818 - it describes a machine, not a mistake
+class TestbedUnavailable(RuntimeError):
     """This machine cannot have a testbed; the message says what is missing."""
 
     __test__ = False  # pytest takes every class for tests whose name begins like this

@@ -1,0 +1,236 @@
+"""Reading a checkpoint: all ranks take the same one, and none changes anything before all have read their part."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from torch import nn
+
+from thinwire.checkpoint import _contents
+from thinwire.checkpoint._contents import Contents, checked_model, checked_rank
+from thinwire.checkpoint._files import damaged, read_bytes, read_tensors, verify
+from thinwire.checkpoint._manifest import MANIFEST, MODEL, Manifest, decode, rank_file
+from thinwire.checkpoint._store import Name, Store
+from thinwire.checkpoint._together import together
+from thinwire.errors import CorruptCheckpoint, name_ranks
+from thinwire.optimizers._base import WireOptimizer
+from thinwire.optimizers._elastic import Policy, SavedRun, adopt
+
+OnMismatch = Literal["error", "average", "reset"]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What `load` has loaded."""
+
+    path: Path
+    """Its directory."""
+    step: int
+    """What `save` was told."""
+    extra: dict[str, Any]
+    """What this rank gave to `save`; rank 0's on all ranks if not `exact`."""
+    exact: bool
+    """Whether each rank has got its own state back, random numbers included."""
+
+
+class Loading:
+    """One call of `load`, as one rank sees it.
+
+    Args:
+        path: the directory of checkpoints.
+        model: whatever is wrapped around it.
+        optimizer: of thinwire.
+        on_mismatch: what to do with the state of another number or order of ranks.
+        fallback: whether to go back to an older checkpoint when one is damaged.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        model: nn.Module,
+        optimizer: WireOptimizer,
+        on_mismatch: OnMismatch,
+        fallback: bool,
+    ) -> None:
+        self._path, self._model, self._optimizer = path, model, optimizer
+        self._on_mismatch, self._fallback = on_mismatch, fallback
+        self._peers = optimizer._peers
+
+    def run(self) -> Checkpoint | None:
+        """Load the newest checkpoint that all ranks have; None if no rank has any.
+
+        Raises:
+            Exception: on every rank, when it cannot be loaded on any.
+        """
+        seen: list[list[Name]] = self._peers.gather(together(self._peers, self._look))
+        if not any(seen):
+            return None
+        names = sorted(set.intersection(*map(set, seen)))
+        if not names:
+            raise CorruptCheckpoint(_nothing_in_common(seen))
+        while True:
+            name = names.pop()
+            try:
+                return self._take(name)
+            except CorruptCheckpoint as damage:
+                if not self._fallback:
+                    raise
+                if not names:
+                    raise CorruptCheckpoint(f"{damage}. No checkpoint before it is left to fall back to") from damage
+                warnings.warn(
+                    f"{damage}. With fallback=True the checkpoint before it, {names[-1]}, is tried: what came after "
+                    "it is lost",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
+
+    def _look(self) -> list[Name]:
+        if not isinstance(self._model, nn.Module):
+            raise TypeError(f"model is {type(self._model).__name__}, expected a torch.nn.Module")
+        if self._on_mismatch not in get_args(OnMismatch):
+            raise ValueError(f"on_mismatch={self._on_mismatch!r}: expected 'error', 'average' or 'reset'")
+        self._store = Store(Path(self._path))
+        self._module = _contents.bare(self._model)
+        return self._store.names()
+
+    def _take(self, name: Name) -> Checkpoint:
+        directory = self._store.final(name)
+        manifest = self._agreed_manifest(directory, name)
+        self._refuse_other_class(manifest, name)
+        differences = self._differences(manifest)
+        if not differences:
+            extra = self._restore(directory, manifest)
+        elif self._on_mismatch == "error":
+            raise ValueError(
+                f"{name} was saved by {' and '.join(differences)}: what a rank keeps does not fit. Resume with what "
+                "was saved; or choose on_mismatch='average', which makes one state of those of all ranks, or 'reset', "
+                "which begins with a new one"
+            )
+        else:
+            extra = self._adopt(directory, manifest, self._on_mismatch)
+        return Checkpoint(directory, manifest.step, extra, exact=not differences)
+
+    # Whose it is -----------------------------------------------------------------------------------------------------
+
+    def _agreed_manifest(self, directory: Path, name: Name) -> Manifest:
+        manifest = together(self._peers, lambda: _read_manifest(directory, name))
+        described = self._peers.gather(manifest.common())
+        strangers = [rank for rank, other in enumerate(described) if other != described[0]]
+        if strangers:
+            raise CorruptCheckpoint(
+                f"{name} is not the same checkpoint everywhere: {MANIFEST} of {name_ranks(strangers)} differs from "
+                "that of rank 0"
+            )
+        return manifest
+
+    def _refuse_other_class(self, manifest: Manifest, name: Name) -> None:
+        own = type(self._optimizer).__name__
+        if manifest.optimizer != own:
+            raise ValueError(f"{name} is a checkpoint of {manifest.optimizer}, this optimizer is {own}")
+
+    def _differences(self, manifest: Manifest) -> list[str]:
+        """What keeps ranks from taking up the states that were saved, for people to read."""
+        optimizer, differences = self._optimizer, []
+        if manifest.world_size != self._peers.size:
+            differences.append(f"{manifest.world_size} ranks (now {self._peers.size})")
+        elif manifest.nodes != optimizer._topology.nodes:
+            differences.append(f"nodes {_in_brackets(manifest.nodes)} (now {_in_brackets(optimizer._topology.nodes)})")
+        # States of equal nodes and class depend on buckets both or not at all.
+        cut = optimizer.param_groups[0]["wire_buckets"] != "any"
+        if cut and manifest.bucket_mb != optimizer._bucket_mb:
+            differences.append(f"bucket_mb={manifest.bucket_mb} (now {optimizer._bucket_mb})")
+        return differences
+
+    # What becomes of it ----------------------------------------------------------------------------------------------
+
+    def _restore(self, directory: Path, manifest: Manifest) -> dict[str, Any]:
+        """Give every rank back what it had."""
+        model_state, own = together(self._peers, lambda: _read(directory, manifest, self._peers.rank))
+
+        def apply() -> None:
+            self._load_model(model_state, own)
+            self._optimizer.load_state_dict(own["optimizer"])
+            _contents.restore_random_states(self._module, own["random"])
+
+        together(self._peers, apply)
+        return own["extra"]
+
+    def _adopt(self, directory: Path, manifest: Manifest, how: Policy) -> dict[str, Any]:
+        """Let ranks that are others than those that saved make a state of what there is."""
+
+        def read() -> tuple[Contents, Contents]:
+            _require_all(directory, manifest)
+            for file, entry in manifest.files.items():
+                verify(directory / file, entry)
+            return _read(directory, manifest, 0)
+
+        model_state, first = together(self._peers, read)
+
+        def state_of(rank: int) -> dict[str, Any]:
+            return first["optimizer"] if rank == 0 else _read_rank(directory, manifest, rank)["optimizer"]
+
+        def apply() -> None:
+            self._load_model(model_state, first)
+            adopt(self._optimizer, SavedRun(manifest.nodes, manifest.bucket_mb, state_of), how)
+
+        together(self._peers, apply)
+        return first["extra"]
+
+    def _load_model(self, model_state: Contents, own: Contents) -> None:
+        # In place: the state dict has versions of modules in an attribute.
+        model_state.update(own["model"])
+        self._module.load_state_dict(model_state, strict=True)
+
+
+def _read_manifest(directory: Path, name: Name) -> Manifest:
+    path = directory / MANIFEST
+    try:
+        manifest = decode(read_bytes(path))
+    except ValueError as error:
+        raise damaged(path, str(error)) from error
+    if manifest.step != name.step:
+        raise damaged(path, f"is of step {manifest.step}, not of step {name.step}, as its directory says")
+    return manifest
+
+
+def _read(directory: Path, manifest: Manifest, rank: int) -> tuple[Contents, Contents]:
+    """The model as all ranks have it, and what a rank had of its own."""
+    path = directory / MODEL
+    model_state = checked_model(path, read_tensors(path, manifest.files[MODEL]))
+    return model_state, _read_rank(directory, manifest, rank)
+
+
+def _read_rank(directory: Path, manifest: Manifest, rank: int) -> Contents:
+    path = directory / rank_file(rank)
+    return checked_rank(path, read_tensors(path, manifest.files[rank_file(rank)]))
+
+
+def _require_all(directory: Path, manifest: Manifest) -> None:
+    missing = [file for file in manifest.files if not (directory / file).exists()]
+    if missing:
+        named = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+        raise CorruptCheckpoint(
+            f"{directory} lacks {named}: to go on with other ranks, each needs the files of all that saved. If every "
+            f"machine has its own directory, copy their rank-….pt together into each, beside its own {MODEL} and "
+            f"{MANIFEST}"
+        )
+
+
+def _nothing_in_common(seen: list[list[Name]]) -> str:
+    newest: dict[str, list[int]] = {}
+    for rank, names in enumerate(seen):
+        newest.setdefault(str(names[-1]) if names else "none", []).append(rank)
+    told = ", ".join(f"{name} on {name_ranks(ranks)}" for name, ranks in newest.items())
+    return (
+        f"no checkpoint is seen by all ranks; the newest are: {told}. Is `path` right on every machine, or are the "
+        "files of one lost? Remove what is there to begin anew"
+    )
+
+
+def _in_brackets(nodes: tuple[tuple[int, ...], ...]) -> str:
+    """As few words as tell nodes apart: [0 1] [2 3]."""
+    return " ".join(f"[{' '.join(map(str, node))}]" for node in nodes)

@@ -1,0 +1,138 @@
+"""The table of contents of a checkpoint: what was saved by whom, and what its files must look like.
+
+It is JSON, and holds a SHA-256 of itself. It is believed only if it is, byte for byte, what `encode` would write.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from thinwire._checks import MANY, is_integer
+
+MANIFEST = "manifest.json"
+MODEL = "model.pt"
+FORMAT = 1
+
+
+def rank_file(rank: int) -> str:
+    """The name of the file of a rank."""
+    return f"rank-{rank:05d}.pt"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """How many bytes a file has, and which."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint says of itself."""
+
+    thinwire: str
+    """The version that wrote it."""
+    step: int
+    optimizer: str
+    """The name of its class."""
+    world_size: int
+    nodes: tuple[tuple[int, ...], ...]
+    bucket_mb: float | None
+    files: dict[str, Entry]
+    """The model's and those of all ranks, be they in this directory or on other machines."""
+
+    def common(self) -> dict[str, Any]:
+        """What is the same on all machines: each has written its own model, whose buffers may differ."""
+        described = asdict(self)
+        del described["files"][MODEL]
+        return described
+
+    def encode(self) -> bytes:
+        """The contents of the file."""
+        return _seal({"format": FORMAT, **asdict(self)})
+
+
+def decode(raw: bytes) -> Manifest:
+    """Read a manifest that anybody may have written.
+
+    Raises:
+        ValueError: saying what is wrong with it.
+    """
+    try:
+        fields = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"is not JSON ({error})") from error
+    if not isinstance(fields, dict) or "format" not in fields:
+        raise ValueError("is not the manifest of a checkpoint")
+    if fields["format"] != FORMAT:
+        raise ValueError(f"is of format {fields['format']!r:.40}, this version of thinwire reads {FORMAT}")
+    fields.pop("sha256", None)
+    try:
+        sealed = _seal(fields)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"cannot be read ({error})") from error
+    if sealed != raw:
+        raise ValueError("has been altered: its SHA-256 is not that of its contents")
+    del fields["format"]
+    return _checked(fields)
+
+
+def _seal(fields: dict[str, Any]) -> bytes:
+    digest = hashlib.sha256(json.dumps(fields).encode()).hexdigest()
+    return (json.dumps({**fields, "sha256": digest}, indent=1) + "\n").encode()
+
+
+def _checked(fields: dict[str, Any]) -> Manifest:
+    expected = set(Manifest.__dataclass_fields__)
+    if fields.keys() != expected:
+        raise ValueError(f"has the entries {sorted(fields)}, expected {sorted(expected)}")
+    for name in ("thinwire", "optimizer"):
+        _require(isinstance(fields[name], str), name, fields[name])
+    _require(is_integer(fields["step"], 0, MANY), "step", fields["step"])
+    world_size, nodes, bucket_mb, files = (fields[n] for n in ("world_size", "nodes", "bucket_mb", "files"))
+    _require(is_integer(world_size, 1, MANY), "world_size", world_size)
+    # No number is believed before something of its size has been seen.
+    _require(isinstance(files, dict) and len(files) == world_size + 1, "files", files)
+    for name in (MODEL, *map(rank_file, range(world_size))):
+        _require(name in files and _is_entry(files[name]), f"files[{name!r}]", files.get(name))
+    _require(_is_grid(nodes, world_size), "nodes", nodes)
+    _require(bucket_mb is None or _is_size(bucket_mb), "bucket_mb", bucket_mb)
+    entries = {name: Entry(**entry) for name, entry in files.items()}
+    return Manifest(**{**fields, "nodes": tuple(map(tuple, nodes)), "files": entries})
+
+
+def _require(holds: bool, name: str, value: object) -> None:
+    if not holds:
+        raise ValueError(f"has a wrong entry: {name} = {value!r:.80}")
+
+
+def _is_entry(entry: object) -> bool:
+    return (
+        isinstance(entry, dict)
+        and entry.keys() == {"size", "sha256"}
+        and is_integer(entry["size"], 0, MANY)
+        and isinstance(entry["sha256"], str)
+        and re.fullmatch("[0-9a-f]{64}", entry["sha256"]) is not None
+    )
+
+
+def _is_grid(nodes: object, world_size: int) -> bool:
+    """Whether it is all ranks, equally many a node."""
+    if not isinstance(nodes, list) or not nodes or not all(isinstance(node, list) for node in nodes):
+        return False
+    ranks = [rank for node in nodes for rank in node]
+    return (
+        len({len(node) for node in nodes}) == 1
+        and all(is_integer(rank, 0, world_size - 1) for rank in ranks)
+        and sorted(ranks) == list(range(world_size))
+    )
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0

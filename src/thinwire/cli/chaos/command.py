@@ -1,0 +1,79 @@
+"""`thinwire chaos`: faults on a testbed for as long as you say, and whether anything was lost."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from thinwire.cli.chaos.ranks import Nursery
+from thinwire.cli.chaos.results import Report
+from thinwire.cli.chaos.supervisor import Limits, Supervisor, UnfinishedError
+from thinwire.cli.options import integer, output_file
+from thinwire.testbed import Testbed, TestbedUnavailable
+from thinwire.testbed.signals import signals_deferred
+
+
+def chaos(
+    minutes: Annotated[float, typer.Option(min=0.0, help="After so long there are no more faults.")] = 5.0,
+    seed: Annotated[int, integer(0, "Decides the models, the data and the faults, but for their timing.")] = 0,
+    hosts: Annotated[int, integer(2, "Hosts, with one rank each.")] = 4,
+    faults: Annotated[int | None, typer.Option(min=1, help="After so many there are no more.")] = None,
+    timeout: Annotated[float, typer.Option(min=1.0, help="Of the process groups, in seconds.")] = 5.0,
+    json: Annotated[Path | None, output_file("Write everything that happened to this file.")] = None,
+) -> None:
+    """Kill, freeze, cut off, slow down and corrupt ranks that train, and compare with a run without faults, to the bit.
+
+    All optimizers take turns, each on a testbed of network namespaces (Linux, root, ip and tc), restarted from its last
+    checkpoint after every fault that must end it. Ends with exit code 1 if any rank hung, failed without need or by the
+    wrong error, or has other bits than without faults.
+    """
+    console = Console()
+    try:
+        testbed = Testbed(hosts)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="'--hosts'") from None
+    report = Report(seed, hosts, timeout)
+    unfinished = ""
+    try:
+        with testbed, _folder() as folder, Nursery() as nursery:
+            nursery.wait()
+            began = time.monotonic()
+            limits = Limits(began + 60 * minutes, faults)
+
+            def say(news: str) -> None:
+                console.print(news, markup=False, highlight=False, soft_wrap=True)
+
+            try:
+                Supervisor(testbed, nursery, folder, report, limits, say).run()
+            except UnfinishedError as error:
+                unfinished = str(error)
+            report.seconds = time.monotonic() - began
+    except TestbedUnavailable as error:
+        typer.echo(f"thinwire chaos: {error}", err=True)
+        raise typer.Exit(2) from None
+    report.print(console)
+    if json is not None:
+        report.write(json)
+        console.print(f"Wrote {json}", highlight=False, soft_wrap=True)
+    if unfinished:
+        typer.echo(f"thinwire chaos: {unfinished}", err=True)
+    if unfinished or report.wrongs:
+        raise typer.Exit(1)
+
+
+@contextmanager
+def _folder() -> Iterator[Path]:
+    with signals_deferred():
+        folder = tempfile.TemporaryDirectory(prefix="thinwire-chaos-")
+    try:
+        yield Path(folder.name)
+    finally:
+        with signals_deferred():
+            folder.cleanup()

@@ -1,0 +1,168 @@
+"""One fault as it unfolds: who is hit, what must come of it, and what came of it instead."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from thinwire.cli.chaos.ranks import Incarnation, Rank
+from thinwire.cli.chaos.results import CRASH, DIVERGENCE, FALSE_ALARM, HANG, WRONG_ERROR, Fault
+from thinwire.testbed import Testbed
+
+GRACE_SECONDS = 5.0
+"""What a rank may take on top of the timeout to end."""
+_BLINK = 0.2
+
+Complain = Callable[[str, Rank | None, str], None]
+"""Takes down what must not happen: its kind, the rank, and details."""
+
+
+@dataclass
+class Scene:
+    """What a fault needs: the ranks, their network, and somebody to complain to."""
+
+    testbed: Testbed
+    incarnation: Incarnation
+    random: random.Random
+    timeout: float
+    fault: Fault
+    complain: Complain
+    _since: float = field(default_factory=time.monotonic)
+
+    @property
+    def ranks(self) -> list[Rank]:
+        """All of them."""
+        return self.incarnation.ranks
+
+    def choose(self, count: int) -> list[Rank]:
+        """Some ranks at random."""
+        return self.random.sample(self.ranks, count)
+
+    def all_but(self, victims: Sequence[Rank]) -> list[Rank]:
+        """The others."""
+        return [rank for rank in self.ranks if rank not in victims]
+
+    def inflict(self, victims: Sequence[Rank]) -> None:
+        """Note who is about to be hit; from now on time counts."""
+        self.fault.victims = [rank.number for rank in victims]
+        self.fault.step = max(rank.step for rank in self.ranks)
+        self.begin_again()
+
+    def begin_again(self) -> None:
+        """From now on time counts anew."""
+        for rank in self.incarnation.living:
+            rank.begin_to_count()
+        self._since = time.monotonic()
+
+    def _in_time(self) -> bool:
+        """Whether ranks may still take their time: for as long as is agreed, and as they have waited for a core."""
+        late = time.monotonic() - self._since - self.timeout - GRACE_SECONDS
+        return late < 0 or late < max((rank.starved() for rank in self.incarnation.living), default=0.0)
+
+    def wait(self, seconds: float) -> None:
+        """Let time pass, unless something goes wrong."""
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0 and not self.incarnation.failed:
+            self.incarnation.listen(left)
+
+    # What must happen ------------------------------------------------------------------------------------------------
+
+    def expect_loss(self, ranks: Sequence[Rank]) -> None:
+        """These ranks must raise `PeerLost`, and end by themselves in time."""
+        self.expect_end(ranks, errors=("PeerLost",))
+
+    def expect_corruption(self) -> None:
+        """All ranks must raise `CorruptPacket` in the same step, without having applied it, and end in time.
+
+        In a step that a node takes by itself the packet is the node's alone, and others only lose their peers.
+        """
+        episode = self.ranks[0].orders.episode
+        size = episode.ranks_a_node if episode.has_local_steps and episode.ranks_a_node > 1 else episode.ranks
+        parties = [self.ranks[first : first + size] for first in range(0, episode.ranks, size)]
+        self.expect_end(self.ranks, errors=("CorruptPacket", "PeerLost"))
+        hit = next((party for party in parties if any(map(_had_corruption, party))), parties[0])
+        for rank in hit:
+            if rank.raised is not None and not _had_corruption(rank):
+                self.complain(WRONG_ERROR, rank, f"raised {rank.raised.types[0]}, not CorruptPacket\n{rank.log()}")
+            if rank.raised is not None and rank.raised.digest != rank.digests.get(rank.step):
+                self.complain(DIVERGENCE, rank, f"a corrupt packet has changed parameters after step {rank.step}")
+        if len({rank.step for rank in hit}) > 1:
+            steps = ", ".join(f"rank {rank.number}: {rank.step}" for rank in hit)
+            self.complain(DIVERGENCE, None, f"some have applied a step in which others had a corrupt packet: {steps}")
+
+    def expect_end(self, ranks: Sequence[Rank], *, errors: Sequence[str] = (), any_error: bool = False) -> None:
+        """These ranks must end by themselves in time, by one of some errors, or because they have finished."""
+        while any(rank.code is None for rank in ranks) and self._in_time():
+            self.incarnation.listen(_BLINK)
+            for rank in ranks:
+                if rank.result is not None:
+                    rank.dismiss()
+        self.fault.take_down([(rank.noticed_at - self._since, rank.ended_at - self._since) for rank in ranks])
+        for rank in ranks:
+            self._judge(rank, errors, any_error=any_error)
+
+    def _judge(self, rank: Rank, errors: Sequence[str], *, any_error: bool) -> None:
+        if rank.code is None:
+            late = time.monotonic() - self._since
+            raised = "nothing" if rank.raised is None else f"{rank.raised.types[0]}: {rank.raised.message}"
+            stacks = rank.stacks()
+            self.complain(HANG, rank, f"had not ended {late:.1f} s after the fault; raised {raised}\n{stacks}")
+            rank.signal(signal.SIGKILL)
+        elif rank.code < 0 and not (rank.code == -signal.SIGINT and "KeyboardInterrupt" in errors):
+            # (Python sends itself the SIGINT again that it has raised an exception for.)
+            raised = "" if rank.raised is None else f" after {rank.raised.types[0]}"
+            self.complain(CRASH, rank, f"ended by {signal.Signals(-rank.code).name}{raised}\n{rank.log()}")
+        elif rank.raised is None:
+            if rank.result is None:
+                self.complain(WRONG_ERROR, rank, f"ended with code {rank.code}, without a word\n{rank.log()}")
+        elif not any_error and not set(errors) & set(rank.raised.types):
+            wanted = " or ".join(errors)
+            text = f"raised {rank.raised.types[0]}, expected {wanted}: {rank.raised.message}"
+            self.complain(WRONG_ERROR, rank, f"{text}\n{rank.log()}")
+
+    def expect_progress(self) -> bool:
+        """All ranks must go on, to at least one more step each, in time. If any does not, all have to start again."""
+        self.begin_again()
+        before = [(rank, rank.steps_taken) for rank in self.ranks]
+        while self._in_time() and not self.incarnation.failed:
+            if all(rank.steps_taken > taken or rank.result is not None for rank, taken in before):
+                return True
+            self.incarnation.listen(_BLINK)
+        self._give_up()
+        return False
+
+    def expect_finish(self) -> bool:
+        """All ranks must take all steps that are left, and end."""
+        while not self.incarnation.finished:
+            if not self.expect_progress():
+                return False
+        self.begin_again()
+        for rank in self.ranks:
+            rank.dismiss()
+        while self.incarnation.living and self._in_time():
+            self.incarnation.listen(_BLINK)
+        for rank in self.ranks:
+            self._judge(rank, (), any_error=False)
+        return True
+
+    def _give_up(self) -> None:
+        """Say of all ranks why they do not go on, and have them start again."""
+        self.fault.restarted = True
+        # If somebody has failed, the others are about to hear of it.
+        self.begin_again()
+        while self.incarnation.failed and self.incarnation.living and self._in_time():
+            self.incarnation.listen(_BLINK)
+        failed = [rank for rank in self.ranks if rank.raised is not None or rank.code is not None]
+        for rank in failed:
+            raised = "" if rank.raised is None else f": {rank.raised.types[0]}: {rank.raised.message}"
+            self.complain(FALSE_ALARM, rank, f"failed with code {rank.code}{raised}\n{rank.log()}")
+        if not failed:
+            for rank in self.ranks:
+                self.complain(HANG, rank, f"made no step in time\n{rank.stacks()}")
+
+
+def _had_corruption(rank: Rank) -> bool:
+    return rank.raised is not None and "CorruptPacket" in rank.raised.types

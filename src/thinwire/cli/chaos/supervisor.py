@@ -1,0 +1,262 @@
+"""Leads episodes through their faults, and compares what is left of them with what would have been without."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from thinwire.cli.chaos.episodes import Episode, episodes
+from thinwire.cli.chaos.faults import AT_START, FAULTS
+from thinwire.cli.chaos.ranks import Incarnation, Nursery, Rank, Result
+from thinwire.cli.chaos.results import DIVERGENCE, LOST, Ending, Fault, Report, Wrong
+from thinwire.cli.chaos.scene import Scene
+from thinwire.cli.chaos.worker import Orders
+from thinwire.testbed import Testbed
+
+NO_FAULT = "no fault"
+# How soon faults follow the first step, or one another; and the forks, where they do not wait for the first step.
+_PAUSE_SECONDS = (0.0, 1.0)
+_PAUSE_SECONDS_AT_START = (0.0, 0.5)
+# Then an episode may come to its end, and it is another optimizer's turn.
+_MOST_FAULTS = 6
+# An episode is given up when it has failed so often in a row although nobody did anything to it.
+_MOST_FAILURES = 3
+
+
+class UnfinishedError(RuntimeError):
+    """A run without any fault did not come to its end: there is nothing to compare with."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When it is enough: after either of these there are no more faults, and no further episode."""
+
+    deadline: float
+    faults: int | None
+
+    def reached(self, faults: int) -> bool:
+        """Whether it is enough."""
+        return time.monotonic() > self.deadline or (self.faults is not None and faults >= self.faults)
+
+
+class Supervisor:
+    """Runs episodes on a testbed until it is enough; the report tells what came of it.
+
+    Args:
+        testbed: with a host a rank.
+        nursery: where ranks come from.
+        folder: for rendezvous, logs and checkpoints.
+        report: filled in here.
+        limits: when it is enough.
+        on_news: told, in a line, of everything that happens.
+    """
+
+    def __init__(
+        self,
+        testbed: Testbed,
+        nursery: Nursery,
+        folder: Path,
+        report: Report,
+        limits: Limits,
+        on_news: Callable[[str], None],
+    ) -> None:
+        self._testbed, self._nursery, self._folder = testbed, nursery, folder
+        self._report, self._limits, self._say = report, limits, on_news
+        self._random = random.Random(report.seed)
+        self._kinds = self._drawn()
+        self._put_off: list[str] = []
+        self._incarnations = 0
+
+    def run(self) -> None:
+        """Episode after episode.
+
+        Raises:
+            UnfinishedError: when a run without faults does not come to its end.
+        """
+        for episode in episodes(self._report.seed, self._report.hosts):
+            self._play(episode, self._reference(episode))
+            self._remove("checkpoints")
+            if self._enough():
+                return
+
+    def _enough(self, most_faults: int | None = None) -> bool:
+        faults = len(self._report.faults)
+        return self._limits.reached(faults) or (most_faults is not None and faults >= most_faults)
+
+    def _remove(self, checkpoints: str) -> None:
+        # There are none if nobody got as far as that.
+        if (self._folder / checkpoints).exists():
+            shutil.rmtree(self._folder / checkpoints)
+
+    # An episode ------------------------------------------------------------------------------------------------------
+
+    def _reference(self, episode: Episode) -> list[Rank]:
+        """The ranks of a run without faults."""
+        before = len(self._report.wrongs)
+        with self._ranks(episode, "reference") as incarnation:
+            self._scene(episode, incarnation, NO_FAULT).expect_finish()
+        self._remove("reference")
+        if len(self._report.wrongs) > before:
+            raise UnfinishedError(f"{episode.label}, without any fault: {self._report.wrongs[before].details}")
+        return incarnation.ranks
+
+    def _play(self, episode: Episode, reference: list[Rank]) -> None:
+        """The same with faults, until its end, or until there is no point in going on."""
+        faults, wrongs, restarts, saved, failures = len(self._report.faults), len(self._report.wrongs), -1, 0, 0
+        while True:
+            restarts += 1
+            before = len(self._report.faults)
+            with self._ranks(episode, "checkpoints") as incarnation:
+                finished = self._live(episode, incarnation, faults + _MOST_FAULTS)
+            failures = 0 if len(self._report.faults) > before else failures + 1
+            saved = self._check_checkpoints(episode, incarnation.ranks, saved)
+            equal = self._check_digests(episode, incarnation.ranks, reference)
+            if finished:
+                break
+            if failures == _MOST_FAILURES or not equal:
+                self._say(f"episode {episode.number}, {episode.label}: given up")
+                return
+        result = self._check_results(episode, incarnation.ranks, reference)
+        count = len(self._report.faults) - faults
+        self._report.endings.append(
+            Ending(episode.number, episode.label, episode.steps, result.skipped, count, restarts, result.digest)
+        )
+        verdict = "equal to the bit" if len(self._report.wrongs) == wrongs else "NOT as it should be"
+        self._say(
+            f"episode {episode.number}, {episode.label}: {episode.steps} steps, {result.skipped} of them skipped; "
+            f"{count} faults, {restarts} restarts; {verdict}"
+        )
+
+    def _live(self, episode: Episode, incarnation: Incarnation, most_faults: int) -> bool:
+        """Fault after fault, until one makes a restart necessary (False), or all ranks have finished."""
+        began = time.monotonic()
+        kind = None if self._enough(most_faults) else self._next_kind(at_start=True)
+        if kind is not None:
+            scene = self._scene(episode, incarnation, kind)
+            scene.wait(self._random.uniform(*_PAUSE_SECONDS_AT_START))
+            self._inflict(scene)
+            return False
+        if not self._scene(episode, incarnation, NO_FAULT).expect_progress():
+            return False
+        self._report.restart_seconds.append(time.monotonic() - began)
+        while not self._enough(most_faults):
+            kind = self._next_kind(at_start=False)
+            assert kind is not None
+            scene = self._scene(episode, incarnation, kind)
+            scene.wait(self._random.uniform(*_PAUSE_SECONDS))
+            if incarnation.failed or any(rank.result is not None for rank in incarnation.ranks):
+                # Too late for this one.
+                self._put_off.append(kind)
+                break
+            if not self._inflict(scene):
+                return False
+        return self._scene(episode, incarnation, NO_FAULT).expect_finish()
+
+    def _inflict(self, scene: Scene) -> bool:
+        """Whether the ranks can go on."""
+        fault = scene.fault
+        FAULTS[fault.kind](scene)
+        self._report.faults.append(fault)
+        outcome = "borne"
+        if fault.noticed_after is not None:
+            outcome = f"raised within {fault.noticed_after:.2f} s, ended within {fault.ended_after:.2f} s"
+        victims = f"rank{'s' if len(fault.victims) > 1 else ''} {', '.join(map(str, fault.victims))}"
+        self._say(
+            f"{len(self._report.faults)}. {fault.contender}, step {fault.step}: {fault.kind}, {victims}: {outcome}"
+        )
+        return not fault.restarted
+
+    def _drawn(self) -> Iterator[str]:
+        """Kinds of faults: all of them in some order, again and again, so that none is left out."""
+        while True:
+            yield from self._random.sample(list(FAULTS), len(FAULTS))
+
+    def _next_kind(self, *, at_start: bool) -> str | None:
+        """A fault for this moment, if there is one; those for another moment are put off."""
+        fitting = [kind for kind in self._put_off if (kind in AT_START) == at_start]
+        if fitting:
+            self._put_off.remove(fitting[0])
+            return fitting[0]
+        while not at_start:
+            kind = next(self._kinds)
+            if kind not in AT_START:
+                return kind
+            self._put_off.append(kind)
+        return None
+
+    # Ranks, and what may be said against them ------------------------------------------------------------------------
+
+    @contextmanager
+    def _ranks(self, episode: Episode, checkpoints: str) -> Iterator[Incarnation]:
+        self._incarnations += 1
+        folder = self._folder / f"incarnation-{self._incarnations}"
+        folder.mkdir()
+        orders = [
+            Orders(
+                episode=episode,
+                rank=host.index,
+                namespace=host.namespace,
+                interface=host.interface,
+                timeout=self._report.timeout,
+                folder=str(folder),
+                checkpoints=str(self._folder / checkpoints),
+            )
+            for host in self._testbed.hosts
+        ]
+        try:
+            with Incarnation(self._nursery, orders) as incarnation:
+                yield incarnation
+        finally:
+            shutil.rmtree(folder)
+
+    def _scene(self, episode: Episode, incarnation: Incarnation, kind: str) -> Scene:
+        fault = Fault(kind, episode.number, episode.label, step=-1, victims=[])
+
+        def complain(what: str, rank: Rank | None, details: str) -> None:
+            self._complain(episode, kind, what, rank, details)
+
+        return Scene(self._testbed, incarnation, self._random, self._report.timeout, fault, complain)
+
+    def _complain(self, episode: Episode, kind: str, what: str, rank: Rank | None, details: str) -> None:
+        number, step = (None, -1) if rank is None else (rank.number, rank.step)
+        self._report.wrongs.append(Wrong(what, episode.number, episode.label, kind, number, step, details))
+        whom = "" if rank is None else f", rank {number} after step {step}"
+        self._say(f"{what.upper()}: {episode.label}, {kind}{whom}: {details.splitlines()[0]}")
+
+    def _check_checkpoints(self, episode: Episode, ranks: list[Rank], saved: int) -> int:
+        """Whether all went on from the same checkpoint, and from the last that all knew of; the last they know of."""
+        restored = {rank.restored for rank in ranks if rank.restored is not None}
+        if len(restored) > 1:
+            self._complain(episode, "restart", DIVERGENCE, None, f"ranks went on from steps {sorted(restored)}")
+        if restored and min(restored) < saved:
+            lost = f"all ranks had saved step {saved}, but went on from step {min(restored)}"
+            self._complain(episode, "restart", LOST, None, lost)
+        return max(saved, min(rank.saved for rank in ranks))
+
+    def _check_digests(self, episode: Episode, ranks: list[Rank], reference: list[Rank]) -> bool:
+        """Whether every rank had the bits of the run without faults after every step, and after loading."""
+        equal = True
+        for rank, unharmed in zip(ranks, reference, strict=True):
+            wrong = [step for step, digest in rank.digests.items() if digest != unharmed.digests.get(step, digest)]
+            if wrong:
+                equal = False
+                at = "when it had loaded" if wrong[0] == rank.restored else "from"
+                details = f"other parameters than without faults {at} step {wrong[0]}, gone on from {rank.restored}"
+                self._complain(episode, "comparison", DIVERGENCE, rank, details)
+        return equal
+
+    def _check_results(self, episode: Episode, ranks: list[Rank], reference: list[Rank]) -> Result:
+        """Whether all ranks have in the end what they would have without faults, and the same; what the first has."""
+        for rank, unharmed in zip(ranks, reference, strict=True):
+            if rank.result != unharmed.result:
+                details = f"ends with {rank.result}, and {unharmed.result} without faults"
+                self._complain(episode, "comparison", DIVERGENCE, rank, details)
+        results = [rank.result for rank in ranks if rank.result is not None]
+        if len({result.digest for result in results}) > 1:
+            self._complain(episode, "comparison", DIVERGENCE, None, f"ranks end with {results}")
+        return results[0]

@@ -1,0 +1,93 @@
+"""Ranks that only act as if they trained, to see whether `thinwire chaos` notices what real ones must not do.
+
+`python -m tests.distributed.chaos_actors` is a nursery of them. They write heartbeats into their folder instead of
+sending packets, and play the part whose name is in the file `part` beside their checkpoints.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import time
+from pathlib import Path
+
+from thinwire.cli.chaos.nursery import run
+from thinwire.cli.chaos.worker import Line, Orders
+from thinwire.errors import PeerLost
+
+STEP_SECONDS = 0.02
+PATIENCE_SECONDS = 1.0
+
+
+class Actor:
+    def __init__(self, orders: Orders, line: Line) -> None:
+        self.orders, self.line = orders, line
+        folder = Path(orders.checkpoints)
+        folder.mkdir(exist_ok=True)
+        self.checkpoint = folder / "step"
+        self.part = folder.with_name("part").read_text()
+        self.on_stage = Path(orders.folder)
+        # The reference run is to be sound.
+        self.disturbed = folder.name == "checkpoints"
+        self.patience = STEP_SECONDS / 4 if self.part == "nervous" and self.disturbed else PATIENCE_SECONDS
+
+    def play(self) -> None:
+        with open(self.orders.stacks, "wb") as stacks:
+            faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+            try:
+                self.train()
+            except PeerLost as error:
+                self.fail(error)
+
+    def train(self) -> None:
+        restored = int(self.checkpoint.read_text()) if self.checkpoint.exists() else 0
+        first = 0 if self.part == "forgets" else restored
+        self.line.tell("ready", step=first, digest=self.digest(first, restored))
+        for step in range(first + 1, self.orders.episode.steps + 1):
+            time.sleep(STEP_SECONDS)
+            self.wait_for_the_others(step)
+            self.line.tell("step", step=step, digest=self.digest(step, restored))
+            if step % 5 == 0 and step > restored:
+                if self.orders.rank == 0:
+                    written = self.on_stage / "checkpoint"
+                    written.write_text(str(step))
+                    written.replace(self.checkpoint)
+                self.line.tell("saved", step=step)
+        skipped = 7 if self.part == "miscounts" and self.disturbed else 3
+        self.line.tell("done", digest="end", skipped=skipped)
+        self.line.await_word()
+        if self.part == "lingers" and self.disturbed:
+            time.sleep(600)
+
+    def digest(self, step: int, restored: int) -> str:
+        diverges = self.part == "diverges" and restored > 0 and self.orders.rank == 1
+        return f"{'other' if diverges else 'same'} {step}"
+
+    def wait_for_the_others(self, step: int) -> None:
+        """Nobody is more than a step ahead; the time stamp of a file says how far its rank is."""
+        beats = [self.on_stage / f"beat-{rank}" for rank in range(self.orders.episode.ranks)]
+        beats[self.orders.rank].touch()
+        os.utime(beats[self.orders.rank], (step, step))
+        deadline = time.monotonic() + self.patience
+        while any(not beat.exists() or beat.stat().st_mtime < step - 1 for beat in beats):
+            if time.monotonic() > deadline:
+                raise PeerLost("heartbeats", "there were none")
+            time.sleep(0.001)
+
+    def fail(self, error: PeerLost) -> None:
+        types = ["ValueError"] if self.part == "raises another error" else [type(error).__name__]
+        self.line.tell("raised", stage="training", types=types, message=str(error), digest="")
+        if self.part == "hangs":
+            time.sleep(600)
+        if self.part == "aborts":
+            os.abort()
+
+
+def act(orders: Orders, line: Line) -> None:
+    Actor(orders, line).play()
+    os._exit(0)  # torch, which they do not need, takes its time to leave
+
+
+if __name__ == "__main__":
+    run(act)

@@ -1,0 +1,161 @@
+"""`thinwire chaos`: a short run on real ranks finds nothing, and one on ranks that misbehave finds what they do."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.testbeds import namespaces_of, skip_unless_available
+from thinwire.cli.app import app
+from thinwire.cli.chaos import faults, scene, supervisor
+from thinwire.cli.chaos.episodes import CONTENDERS, Net, episodes
+from thinwire.cli.chaos.ranks import Nursery
+from thinwire.cli.chaos.results import CRASH, DIVERGENCE, FALSE_ALARM, HANG, LOST, WRONG_ERROR, Report
+from thinwire.testbed import Testbed, TestbedUnavailable
+
+SCRIPT = Path(sysconfig.get_path("scripts"), "thinwire")
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def available() -> None:
+    skip_unless_available()
+
+
+@pytest.mark.usefixtures("available")
+@pytest.mark.timeout(400)
+def test_every_kind_of_fault_on_real_ranks(tmp_path: Path) -> None:
+    written = tmp_path / "chaos.json"
+    limits = ["--minutes", "3", "--faults", str(len(faults.FAULTS) + 1), "--timeout", "2"]
+    process = subprocess.run(
+        [sys.executable, SCRIPT, "chaos", *limits, "--seed", "1", "--json", written],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+    report = json.loads(written.read_text())
+    assert report["wrongs"] == []
+    assert len(report["faults_by_kind"]) >= len(faults.FAULTS) - 1
+    assert report["restarts"] >= 4
+    assert all(2 <= f["noticed_after"] < 7 for f in report["faults"] if f["kind"] in ("cut", "freeze for good"))
+    assert [ending["contender"] for ending in report["endings"]][:2] == ["birder", "onebit-adam"]
+    assert all(ending["skipped"] > 0 for ending in report["endings"])
+    assert list(tmp_path.glob("thinwire*")) == []
+
+
+# Ranks that misbehave -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def actors() -> Iterator[Nursery]:
+    skip_unless_available()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
+        with Nursery("tests.distributed.chaos_actors") as nursery:
+            nursery.wait()
+            yield nursery
+
+
+def staged(part: str, fault: str, actors: Nursery, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Report:
+    """An episode with faults of one kind, played by actors."""
+    monkeypatch.setattr(scene, "GRACE_SECONDS", 2.0)
+    monkeypatch.setattr(supervisor, "FAULTS", {fault: faults.FAULTS[fault]})
+    monkeypatch.setattr(supervisor, "episodes", lambda *_: [replace(next(episodes(0, 2)), steps=60)])
+    (folder / "part").write_text(part)
+    report = Report(seed=0, hosts=2, timeout=1.0)
+    limits = supervisor.Limits(time.monotonic() + 60, 1)
+    with Testbed(2) as testbed:
+        supervisor.Supervisor(testbed, actors, folder, report, limits, print).run()
+    assert [path.name for path in folder.iterdir()] == ["part"]
+    return report
+
+
+def test_sound_actors(actors: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = staged("sound", "kill", actors, tmp_path, monkeypatch)
+    assert report.wrongs == []
+    assert [(fault.kind, fault.restarted) for fault in report.faults] == [("kill", True)]
+    (ending,) = report.endings
+    assert (ending.faults, ending.restarts, ending.skipped, ending.digest) == (1, 1, 3, "end")
+
+
+@pytest.mark.parametrize(
+    ("part", "fault", "what", "words"),
+    [
+        ("hangs", "kill", HANG, "in fail"),
+        ("lingers", "kill", HANG, "raised nothing"),
+        ("raises another error", "kill", WRONG_ERROR, "raised ValueError, expected PeerLost"),
+        ("aborts", "kill", CRASH, "ended by SIGABRT after PeerLost"),
+        ("nervous", "freeze briefly", FALSE_ALARM, "there were none"),
+        ("diverges", "kill", DIVERGENCE, "other parameters than without faults when it had loaded"),
+        ("miscounts", "kill", DIVERGENCE, "skipped=7), and Result(digest='end', skipped=3) without faults"),
+        ("forgets", "kill", LOST, "but went on from step 0"),
+    ],
+)
+def test_what_must_not_happen_is_noticed(
+    part: str, fault: str, what: str, words: str, actors: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = staged(part, fault, actors, tmp_path, monkeypatch)
+    assert {wrong.what for wrong in report.wrongs} == {what}
+    assert words in report.wrongs[0].details
+    assert json.loads(report.to_json())["wrongs_by_kind"][what] == len(report.wrongs)
+
+
+# The rest -------------------------------------------------------------------------------------------------------------
+
+
+def test_episodes_depend_on_the_seed_only() -> None:
+    for hosts in (2, 4):
+        first, again = (episodes(5, hosts) for _ in range(2))
+        drawn = [next(first) for _ in range(3 * len(CONTENDERS))]
+        assert drawn == [next(again) for _ in drawn]
+        assert {episode.contender for episode in drawn} == set(CONTENDERS)
+        in_nodes = {episode.contender for episode in drawn if episode.ranks_a_node == 2}
+        assert in_nodes == (set(CONTENDERS) if hosts == 4 else set())
+    assert next(episodes(5, 4)) != next(episodes(6, 4))
+
+
+def test_some_gradients_are_not_finite() -> None:
+    episode = next(episodes(0, 4))
+    poisoned = [(rank, step) for step in range(1000) for rank in range(4) if episode.poison(rank, step) is not None]
+    assert 20 < len({step for _, step in poisoned}) < 120
+    assert {rank for rank, _ in poisoned} == {0, 1, 2, 3}
+    names = {name for name, _ in Net().named_parameters()}
+    assert set(Net.ALWAYS_USED) < names
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--hosts", "1"], "must be at least 2, got 1"),
+        (["--hosts", "255"], "hosts must be 1 to 254, got 255"),
+        (["--faults", "0"], "'--faults'"),
+        (["--json", "/no/such/folder/x.json"], "there is no writable folder"),
+    ],
+)
+def test_bad_arguments(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["chaos", *arguments], env={"COLUMNS": "200", "NO_COLOR": "1"})
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())
+
+
+def test_where_there_can_be_no_testbed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: Testbed) -> Testbed:
+        raise TestbedUnavailable("a testbed needs root")
+
+    monkeypatch.setattr(Testbed, "__enter__", refuse)
+    result = CliRunner().invoke(app, ["chaos"])
+    assert result.exit_code == 2
+    assert result.stderr == "thinwire chaos: a testbed needs root\n"
+    assert namespaces_of(os.getpid()) == []

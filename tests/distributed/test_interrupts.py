@@ -1,0 +1,146 @@
+"""Ctrl-C and SIGTERM in the midst of a step: no process is left, no namespace, no file and no shared memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.testbeds import eventually, namespaces_of, skip_unless_available
+
+# Whoever runs the tests in the background may have told their processes to ignore Ctrl-C.
+MAIN = (
+    "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from thinwire.cli.app import main; main()"
+)
+SHARED_MEMORY = Path("/dev/shm")
+# Torch has a folder for what it compiles; it is made with any optimizer, and is torch's.
+OF_TORCH = "torchinductor_*"
+
+
+class Run:
+    """A command, told from all other processes and files on this machine."""
+
+    def __init__(self, arguments: Sequence[str], folder: Path) -> None:
+        self.mark = f"THINWIRE_TEST_{secrets.token_hex(8)}"
+        self.folder = folder
+        environment = {
+            **os.environ,
+            self.mark: "1",
+            "TMPDIR": str(folder),
+            # Progress is shown as in a terminal.
+            "FORCE_COLOR": "1",
+            "COLUMNS": "200",
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", MAIN, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            cwd=folder,
+        )
+        self.said = b""
+
+    def pids(self) -> set[int]:
+        """The processes of the command: all have inherited its environment."""
+        found: set[int] = set()
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                environment = (folder / "environ").read_bytes()
+            except (FileNotFoundError, ProcessLookupError, PermissionError):
+                continue  # it has ended, or is none of ours
+            if self.mark.encode() in environment:
+                found.add(int(folder.name))
+        return found
+
+    def wait_for_words(self, pattern: bytes) -> None:
+        assert self.process.stdout is not None
+        while not re.search(pattern, self.said, re.DOTALL):
+            data = os.read(self.process.stdout.fileno(), 1 << 16)
+            assert data, self.said.decode()
+            self.said += data
+
+    def wait_for_traffic(self, size: int) -> None:
+        """Until a host of its testbed has sent so many bytes."""
+        (first,) = (name for name in namespaces_of(self.process.pid) if name.endswith("-h0"))
+
+        def sent() -> int:
+            show = ["ip", "-n", first, "-j", "-s", "link", "show", "dev", "eth0"]
+            shown = json.loads(subprocess.run(show, capture_output=True, check=True).stdout)
+            return shown[0]["stats64"]["tx"]["bytes"]
+
+        assert eventually(lambda: sent() > size, seconds=60)
+
+
+@contextmanager
+def running(arguments: Sequence[str], folder: Path) -> Iterator[Run]:
+    run = Run(arguments, folder)
+    with run.process:
+        try:
+            yield run
+        finally:
+            run.process.kill()
+
+
+def in_a_step_of_the_demo(run: Run) -> None:
+    run.wait_for_words(rb"DDP \+ Birder[^\r\n]*steps/s")
+
+
+def in_a_step_of_the_benchmark(run: Run) -> None:
+    run.wait_for_words(rb"birder")
+    run.wait_for_traffic(100_000)
+
+
+def in_a_step_after_a_fault(run: Run) -> None:
+    run.wait_for_words(rb"1\. birder")
+    time.sleep(0.3)
+
+
+TINY = ("--layers", "1", "--width", "32", "--context", "16", "--batch", "1")
+DEMO = ("demo", "--ranks", "2", "--steps", "200", *TINY)
+BENCH = ("bench", "step", "--hosts", "2", "--rates", "10mbit", "--methods", "birder", "--seconds", "60")
+CHAOS = ("chaos", "--hosts", "3", "--timeout", "2")
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    ("arguments", "in_a_step", "processes"),
+    [
+        pytest.param(DEMO, in_a_step_of_the_demo, 3, id="demo"),
+        pytest.param(BENCH, in_a_step_of_the_benchmark, 3, id="bench step"),
+        pytest.param(CHAOS, in_a_step_after_a_fault, 5, id="chaos"),
+    ],
+)
+def test_nothing_is_left(
+    arguments: Sequence[str],
+    in_a_step: Callable[[Run], None],
+    processes: int,
+    number: signal.Signals,
+    tmp_path: Path,
+) -> None:
+    if arguments is not DEMO:
+        skip_unless_available()
+    with running(arguments, tmp_path) as run:
+        in_a_step(run)
+        pids = run.pids()
+        assert len(pids) >= processes
+        assert (arguments is DEMO) == (namespaces_of(run.process.pid) == [])
+        run.process.send_signal(number)
+        said, _ = run.process.communicate(timeout=60)
+        assert run.process.returncode in {1, 128 + number}, (run.said + said).decode()
+    # Python's own helpers end when they notice that the command has.
+    assert eventually(lambda: not run.pids()), run.pids()
+    assert namespaces_of(run.process.pid) == []
+    assert [path for path in tmp_path.iterdir() if not path.match(OF_TORCH)] == []
+    of_these = re.compile(rf"(?<!\d)({'|'.join(map(str, pids))})(?!\d)")
+    assert [path for path in SHARED_MEMORY.iterdir() if of_these.search(path.name)] == []

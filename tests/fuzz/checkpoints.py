@@ -1,0 +1,358 @@
+"""Checkpoints with a file that was altered: by accident, or by somebody who can make digests match.
+
+An accident must be recognised by its digest, and change nothing. A forgery may be refused in any documented way, or be
+loaded, if it is data; it must not run code, end the process or keep it busy.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import hashlib
+import io
+import json
+import pickle
+import random
+import struct
+import tempfile
+import warnings
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import thinwire
+from tests.fuzz import mutate
+from thinwire import checkpoint
+from thinwire.checkpoint._manifest import MANIFEST, MODEL, _seal, rank_file
+from thinwire.errors import CorruptCheckpoint
+from thinwire.optimizers._base import WireOptimizer
+
+_INPUT = struct.Struct("<BBB")
+_OWN = rank_file(0)
+_FILES = (MANIFEST, MODEL, _OWN)
+_OPTIMIZERS: list[tuple[Callable[..., WireOptimizer], dict[str, Any], int]] = [
+    (thinwire.Birder, {}, 2),
+    (thinwire.OneBitAdam, {"betas": (0.1, 0.5), "warmup_steps": 2}, 3),
+    (
+        thinwire.ZeroOneAdam,
+        {"betas": (0.1, 0.5), "var_freeze_step": 2, "var_update_scaler": 1, "local_step_scaler": 1},
+        5,
+    ),
+    (thinwire.CDAdam, {}, 2),
+    (thinwire.SketchedAMSGrad, {"k": 4}, 2),
+]
+_NAME = "000001-step-7"
+MARKER = Path("code-was-run")
+"""What forged files would make, in the working directory, if their code ran."""
+
+
+class Subject:
+    """A model and its optimizer, and the checkpoint that they were saved in.
+
+    Args:
+        kind: which.
+    """
+
+    def __init__(self, kind: int) -> None:
+        self.saved = _saved(kind)
+        """By the names of files."""
+        self.model, self.optimizer = _make(kind)
+        self._before = copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
+        self._weights = self._bytes()
+
+    def _bytes(self) -> list[tuple[torch.dtype, bytes]]:
+        state = [value for of in self.optimizer.state_dict()["state"].values() for value in of.values()]
+        return [(tensor.dtype, tensor.numpy().tobytes()) for tensor in (*self.model.state_dict().values(), *state)]
+
+    def is_as_it_was(self) -> bool:
+        """Whether nothing has changed that a checkpoint would change."""
+        return self._bytes() == self._weights
+
+    def renew(self) -> None:
+        """Go back to how it was."""
+        self.model.load_state_dict(self._before[0])
+        self.optimizer.load_state_dict(self._before[1])
+        assert self.is_as_it_was(), "a forged checkpoint has left something behind that an honest state does not mend"
+
+
+def _make(kind: int) -> tuple[nn.Module, WireOptimizer]:
+    torch.manual_seed(kind)
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    optimizer, settings, steps = _OPTIMIZERS[kind]
+    made = optimizer(model.parameters(), **settings)
+    for _ in range(steps):
+        model(torch.randn(4, 3)).square().sum().backward()
+        made.step()
+        made.zero_grad()
+    return model, made
+
+
+@functools.cache
+def _saved(kind: int) -> dict[str, bytes]:
+    """The files of a checkpoint; the same in every process."""
+    model, optimizer = _make(kind)
+    random.seed(kind)
+    with tempfile.TemporaryDirectory(prefix="thinwire-fuzz-") as folder:
+        path = checkpoint.save(folder, model, optimizer, 7, extra={"schedule": [1, 2.5, "x"], "tensor": torch.ones(3)})
+        return {name: (path / name).read_bytes() for name in _FILES}
+
+
+# How files are altered -----------------------------------------------------------------------------------------------
+
+
+def _archive(raw: bytes) -> dict[str, bytes]:
+    with zipfile.ZipFile(io.BytesIO(raw)) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def _archived(records: dict[str, bytes], draw: random.Random) -> bytes:
+    out = io.BytesIO()
+    method = zipfile.ZIP_STORED if draw.random() < 0.9 else zipfile.ZIP_DEFLATED
+    with zipfile.ZipFile(out, "w", method) as archive:
+        for name, contents in records.items():
+            archive.writestr(zipfile.ZipInfo(name), contents, method)
+    return out.getvalue()
+
+
+_CALLABLES = [
+    ("os", "system"),
+    ("posix", "system"),
+    ("builtins", "exec"),
+    ("builtins", "eval"),
+    ("builtins", "getattr"),
+    ("subprocess", "Popen"),
+    ("torch", "load"),
+    ("torch.storage", "_load_from_bytes"),
+    ("torch.jit", "load"),
+    ("torch._utils", "_rebuild_tensor_v2"),
+    ("torch._utils", "_rebuild_parameter"),
+    ("torch", "FloatStorage"),
+    ("torch.nn", "Linear"),
+    ("_codecs", "encode"),
+    ("collections", "OrderedDict"),
+    ("collections", "Counter"),
+    ("pathlib", "Path.touch"),
+]
+
+
+def _forged_call(draw: random.Random) -> bytes:
+    """A pickle that calls something with something."""
+    module, name = draw.choice(_CALLABLES)
+    arguments = draw.choice(
+        (
+            f"touch {MARKER}",
+            f"open({str(MARKER)!r}, 'w')",
+            pickle.dumps(0, 2),
+            {},
+            [1] * 3,
+            2**70,
+        )
+    )
+    called = f"c{module}\n{name}\n".encode() + pickle.dumps((arguments,), 2)[2:-1] + b"R"
+    return b"\x80\x02" + draw.choice((called, b"}X\x05\x00\x00\x00extra" + called + b"s", b"(" + called + b"l")) + b"."
+
+
+def _forged_pickle(draw: random.Random, raw: bytes) -> bytes:
+    if draw.random() < 0.15:
+        return _forged_call(draw)
+    if draw.random() < 0.2:  # in the middle of a good one
+        at = draw.randrange(2, len(raw))
+        return raw[:at] + _forged_call(draw)[2:-1] + draw.choice((b"", b"0")) + raw[at:]
+    return mutate.damaged_file(draw, raw, raw)
+
+
+def _forged_archive(draw: random.Random, raw: bytes) -> bytes:
+    records = _archive(raw)
+    names = list(records)
+    name = draw.choice([name for name in names if name.endswith("data.pkl")] * len(names) + names)
+    if name.endswith("data.pkl"):
+        records[name] = _forged_pickle(draw, records[name])
+    elif draw.random() < 0.2:
+        del records[name]
+    elif draw.random() < 0.2:
+        other = draw.choice(names)
+        records[name], records[other] = records[other], records[name]
+    else:
+        records[name] = mutate.damaged_file(draw, records[name], records[draw.choice(names)])
+    return _archived(records, draw)
+
+
+_VALUES: list[Any] = [
+    None,
+    True,
+    -1,
+    0,
+    2**63,
+    2**64,
+    10**400,
+    -0.5,
+    float("nan"),
+    float("inf"),
+    "",
+    "x" * 1000,
+    [],
+    {},
+]
+_TENSORS = [
+    torch.zeros(0),
+    torch.full((2, 3), float("nan")),
+    torch.full((3,), 2**62),
+    torch.tensor(-(2**63)),
+    torch.tensor(True),
+    torch.zeros(1).expand(2, 3),
+    torch.zeros(3, dtype=torch.complex64),
+    torch.zeros(2, 3).to_sparse(),
+]
+
+
+def _deep(draw: random.Random, depth: int) -> Any:
+    nest: Any = draw.choice(([], {}))
+    for _ in range(depth):
+        nest = [nest]
+    return nest
+
+
+def _altered_tree(draw: random.Random, tree: Any, values: list[Any]) -> Any:
+    """The same, with a branch somewhere that is something else, is missing, or is one more."""
+    if isinstance(tree, dict | list) and tree and draw.random() < 0.85:
+        copy: Any = tree.copy()
+        key = draw.choice(list(tree)) if isinstance(tree, dict) else draw.randrange(len(tree))
+        kind = draw.randrange(10)
+        if kind == 0:
+            del copy[key]
+        elif kind == 1:
+            value = draw.choice((*values, copy[key]))
+            copy.insert(key, value) if isinstance(copy, list) else copy.update({draw.choice(("x", 3, "", key)): value})
+        else:
+            copy[key] = _altered_tree(draw, tree[key], values)
+        return copy
+    if draw.random() < 0.02:
+        return _deep(draw, draw.choice((10, 900, 5000)))
+    return draw.choice(values)
+
+
+@functools.cache
+def _contents(raw: bytes) -> Any:
+    return torch.load(io.BytesIO(raw), weights_only=True)
+
+
+def _forged_contents(draw: random.Random, raw: bytes) -> bytes:
+    tree, out = _contents(raw), io.BytesIO()
+    try:
+        torch.save(_altered_tree(draw, tree, [*_VALUES, *_TENSORS, tree]), out)
+    except (RecursionError, RuntimeError):  # too deep to be written
+        return mutate.damaged_file(draw, raw, raw)
+    return out.getvalue()
+
+
+def _forged_manifest(draw: random.Random, raw: bytes) -> bytes:
+    fields = json.loads(raw)
+    del fields["sha256"]
+    for _ in range(draw.choice((1, 1, 2))):
+        fields = _altered_tree(draw, fields, [*_VALUES, fields])
+    try:
+        return _seal(fields) if isinstance(fields, dict) else json.dumps(fields).encode()
+    except (TypeError, ValueError, RecursionError):
+        return mutate.damaged_file(draw, raw, raw)
+
+
+def _with_digest_of(name: str, raw: bytes, manifest: bytes) -> bytes:
+    """The manifest that a file would be right by."""
+    fields = json.loads(manifest)
+    del fields["sha256"]
+    fields["files"][name] = {"size": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
+    return _seal(fields)
+
+
+class Checkpoints:
+    """`thinwire.checkpoint.load`, of one rank."""
+
+    name = "checkpoints"
+    share = 0.1
+    outcomes: tuple[str, ...] = (
+        "loaded: as it was saved",
+        "loaded: a forgery that is data",
+        "refused: CorruptCheckpoint, an accident",
+        "refused: CorruptCheckpoint, a forgery",
+        "refused: ValueError",
+        "refused: RuntimeError",
+    )
+
+    def __init__(self) -> None:
+        self._folder: Path | None = None
+        self._on_disk: dict[str, bytes] = {}
+        self._subjects: dict[int, Subject] = {}
+
+    def make(self, draw: random.Random) -> bytes:
+        """A file of a checkpoint, altered, and whether digests are to match."""
+        kind = draw.randrange(len(_OPTIMIZERS))
+        saved = _saved(kind)
+        how = draw.randrange(12)
+        forged = how > 4
+        name = MANIFEST if how < 3 else draw.choice((MODEL, _OWN, _OWN))
+        raw = saved[name]
+        if how in (0, 1):
+            altered = mutate.damaged_file(draw, raw, saved[MODEL])
+        elif how == 2:
+            altered, forged = _forged_manifest(draw, raw), True
+        elif how in (3, 4, 5):
+            altered = mutate.damaged_file(draw, raw, saved[MODEL])
+        elif how < 9:
+            altered = _forged_archive(draw, raw)
+        else:
+            altered = _forged_contents(draw, raw)
+        return _INPUT.pack(kind, _FILES.index(name), forged) + altered
+
+    def _subject(self, kind: int) -> Subject:
+        if kind not in self._subjects:
+            self._subjects[kind] = Subject(kind)
+        return self._subjects[kind]
+
+    def run(self, data: bytes) -> str:
+        """See `Target`."""
+        kind, file, forged = _INPUT.unpack_from(data)
+        name, altered = _FILES[file], data[_INPUT.size :]
+        subject = self._subject(kind)
+        files = {**subject.saved, name: altered}
+        if forged and name != MANIFEST:
+            files[MANIFEST] = _with_digest_of(name, altered, files[MANIFEST])
+        try:
+            outcome = self._load(subject, files)
+            if outcome == "CorruptCheckpoint":
+                assert subject.is_as_it_was(), "CorruptCheckpoint was raised when something had been loaded already"
+                return f"refused: CorruptCheckpoint, {'a forgery' if forged else 'an accident'}"
+            subject.renew()
+        except BaseException:
+            del self._subjects[kind]
+            raise
+        finally:
+            if MARKER.exists():
+                MARKER.unlink()
+                raise AssertionError("a checkpoint has run code")
+        if altered == subject.saved[name]:
+            assert outcome == "loaded", f"what was saved is refused: {outcome}"
+            return "loaded: as it was saved"
+        assert forged, f"an accident was not recognised: {outcome}"
+        return "loaded: a forgery that is data" if outcome == "loaded" else f"refused: {outcome}"
+
+    def _load(self, subject: Subject, files: dict[str, bytes]) -> str:
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp())  # within the runner's, which removes it
+            (self._folder / _NAME).mkdir()
+        for name, contents in files.items():
+            if self._on_disk.get(name) != contents:
+                (self._folder / _NAME / name).write_bytes(contents)
+                self._on_disk[name] = contents
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                checkpoint.load(self._folder, subject.model, subject.optimizer)
+            except (CorruptCheckpoint, ValueError, RuntimeError) as error:
+                if type(error) not in (CorruptCheckpoint, ValueError, RuntimeError):
+                    raise  # NotImplementedError is a RuntimeError too, UnicodeError a ValueError
+                return type(error).__name__
+        return "loaded"
