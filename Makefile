@@ -48,8 +48,8 @@ under_sanitizers = THINWIRE_NATIVE_LIBRARY=$(sanitized)/_native.so LD_PRELOAD="$
 left_out := reference or padding or sampled_alike or docstring_says
 
 sanitize: $(installed) ## run the kernels' tests and fuzz them, with every access checked by ASan and UBSan (needs GCC)
-	$(bin)/cmake -S . -B $(sanitized) -G Ninja -D CMAKE_MAKE_PROGRAM=$(abspath $(bin))/ninja \
-	  -D CMAKE_CXX_COMPILER=$(CXX) -D THINWIRE_SANITIZE=ON
+	CXX="$(CXX)" $(bin)/cmake -S . -B $(sanitized) -G Ninja -D CMAKE_MAKE_PROGRAM=$(abspath $(bin))/ninja \
+	  -D THINWIRE_SANITIZE=ON
 	$(bin)/cmake --build $(sanitized)
 	$(under_sanitizers) $(bin)/pytest -p no:faulthandler -p no:cacheprovider --capture=sys -q -k "not ($(left_out))" \
 	  $(wildcard tests/unit/test_kernels*.py) tests/unit/test_sanitizers.py tests/unit/test_codecs.py \

@@ -1,9 +1,17 @@
-"""Stop and go on as if nothing had happened: every rank saves and loads a checkpoint of its own.
+"""Save now and then, and go on from there after a crash, as if nothing had happened.
 
-torchrun --nproc-per-node 2 examples/resume.py --directory checkpoints
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1    # or new workers may ask for the addresses of dead ones
+torchrun --nproc-per-node 2 --max-restarts 3 examples/resume.py --directory checkpoints --crash-at 130
+
+A worker kills itself at step 130, once. torchrun starts all of them again, they find the checkpoint of step 100, and
+end with the parameters of a run without a crash. Give it a directory of its own: the next run with the same one goes
+on where this one has ended.
 """
 
 import argparse
+import hashlib
+import os
+import signal
 from pathlib import Path
 
 import torch
@@ -12,60 +20,51 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
+from thinwire import checkpoint
 
 
-class Run:
-    """A training run from scratch, or from a checkpoint."""
+def main() -> None:
+    """Train from the last checkpoint, or from scratch, to the end."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--directory", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--save-every", type=int, default=50)
+    parser.add_argument("--crash-at", type=int, help="the step at which a worker kills itself, the first time")
+    arguments = parser.parse_args()
+    dist.init_process_group("gloo")
 
-    def __init__(self, steps: int) -> None:
-        torch.manual_seed(0)
-        self.model = DDP(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 1)))
-        self.optimizer = thinwire.Birder(self.model.parameters(), lr=2e-3)
-        thinwire.attach(self.model, self.optimizer)
-        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=steps)
-        self.step = 0
+    torch.manual_seed(0)
+    model = DDP(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 1)))
+    optimizer = thinwire.Birder(model.parameters(), lr=2e-3)
+    thinwire.attach(model, optimizer)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=arguments.steps)
+    torch.manual_seed(dist.get_rank())  # for dropout: a checkpoint has the state of these random numbers, too
 
-    def train(self, until: int) -> float:
-        """Go on to step `until`; returns the last loss."""
-        loss = torch.tensor(float("nan"))
-        while self.step < until:
-            x, y = batch(self.step)
-            loss = nn.functional.mse_loss(self.model(x), y)
-            loss.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            self.schedule.step()
-            self.step += 1
-        return loss.item()
+    start = 0
+    # All ranks take part, and each gets back what it had: what an optimizer of thinwire keeps is a rank's own.
+    found = checkpoint.load(arguments.directory, model, optimizer)
+    if found is not None:
+        start = found.step
+        schedule.load_state_dict(found.extra["schedule"])
+    say(f"from step {start}")
 
-    def save(self, directory: Path) -> None:
-        """Write this rank's checkpoint."""
-        # m and b are averages of this rank's own gradients, so rank 0 cannot save for all. No random state is needed:
-        # the optimizer's draws are a function of seed, step, rank and element.
-        directory.mkdir(parents=True, exist_ok=True)
-        checkpoint = {
-            "model": self.model.module.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "schedule": self.schedule.state_dict(),
-            "step": self.step,
-        }
-        path = checkpoint_path(directory)
-        # A crash while writing leaves the last good checkpoint in place.
-        torch.save(checkpoint, path.with_suffix(".partial"))
-        path.with_suffix(".partial").replace(path)
+    loss = torch.tensor(float("nan"))
+    for step in range(start, arguments.steps):
+        if step == arguments.crash_at and first_start() and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        x, y = batch(step)
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        if (step + 1) % arguments.save_every == 0:
+            extra = {"schedule": schedule.state_dict()}
+            path = checkpoint.save(arguments.directory, model, optimizer, step + 1, extra=extra, keep=2)
+            say(f"saved {path}")
 
-    def load(self, directory: Path) -> None:
-        """Read this rank's checkpoint. Another number of ranks, or another optimizer, is refused."""
-        checkpoint = torch.load(checkpoint_path(directory), weights_only=True)
-        self.model.module.load_state_dict(checkpoint["model"])
-        self.optimizer.load_state_dict(checkpoint["optimizer"])
-        self.schedule.load_state_dict(checkpoint["schedule"])
-        self.step = checkpoint["step"]
-
-
-def checkpoint_path(directory: Path) -> Path:
-    """Where this rank keeps its checkpoint."""
-    return directory / f"rank{dist.get_rank()}of{dist.get_world_size()}.pt"
+    say(f"step {arguments.steps}  loss {loss.item():.4f}  parameters {fingerprint(model)}")
+    dist.destroy_process_group()
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
@@ -75,29 +74,23 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return x, x[:, :4].prod(dim=1, keepdim=True) + x[:, 4:5]
 
 
-def main() -> None:
-    """Train without a stop and with one, and compare."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--directory", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=200)
-    arguments = parser.parse_args()
-    dist.init_process_group("gloo")
+def first_start() -> bool:
+    """Whether torchrun has not had to start the workers again."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
 
-    straight = Run(arguments.steps)
-    loss = straight.train(arguments.steps)
 
-    first = Run(arguments.steps)
-    first.train(arguments.steps // 2)
-    first.save(arguments.directory)
+def fingerprint(model: nn.Module) -> str:
+    """Equal exactly when all parameters are, to the bit."""
+    digest = hashlib.sha256()
+    for p in model.parameters():
+        digest.update(p.detach().numpy().tobytes())
+    return digest.hexdigest()[:16]
 
-    second = Run(arguments.steps)
-    second.load(arguments.directory)
-    resumed_loss = second.train(arguments.steps)
 
-    pairs = zip(straight.model.parameters(), second.model.parameters(), strict=True)
-    same = all(torch.equal(a, b) for a, b in pairs)
-    print(f"rank {dist.get_rank()}: loss {loss:.4f} without a stop, {resumed_loss:.4f} with; same parameters: {same}")
-    dist.destroy_process_group()
+def say(line: str) -> None:
+    """Print it once, not on every rank."""
+    if dist.get_rank() == 0:
+        print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -329,10 +329,12 @@ def test_the_switch_registers_no_hook_and_allocates_nothing(name: str, nodes: in
         assert sum(map(len, first.values())) > 5
         assert all(other == first for other in others)
         made, before, after = seen["held"][0], seen["held"][1], seen["held"][FREEZE]
-        assert made == before or ranks > 1  # where gradients of a node meet is made when all ranks have agreed
+        # The last words of a channel's exchanges, two headers a worker, are made at its first one. Where gradients of a
+        # node meet is made when all ranks have agreed.
+        assert before <= made + 64 * nodes or ranks > 1
         assert set(seen["held"][1:FREEZE]) == {before}
-        assert after <= before - seen["dense packets"] + 100
-        assert set(seen["held"][FREEZE:]) == {after}
+        assert after <= before - seen["dense packets"] + 100 + 64 * nodes
+        assert set(seen["held"][FREEZE:]) <= {after, after + 64 * nodes}
 
 
 def go_back(rank: int, world_size: int, name: str, attach: bool) -> tuple[list[str], list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 import os
 import random
@@ -438,6 +439,8 @@ def test_a_manifest_of_garbage(saved: Saved, raw: str) -> None:
 ENTRY = {"size": 1, "sha256": "0" * 64}
 FORGED_MANIFESTS: dict[str, Callable[[dict[str, Any]], object]] = {
     "another version": lambda m: m.update(format=2),
+    "a true version": lambda m: m.update(format=True),
+    "nested deeply": lambda m: m.update(nodes=functools.reduce(lambda inner, _: [inner], range(90), [])),
     "a version that is text": lambda m: m.update(format="1"),
     "another step": lambda m: m.update(step=4),
     "a step that is text": lambda m: m.update(step="3"),
@@ -456,6 +459,7 @@ FORGED_MANIFESTS: dict[str, Callable[[dict[str, Any]], object]] = {
     "an empty node": lambda m: m.update(nodes=[[0], []]),
     "no nodes": lambda m: m.update(nodes=None),
     "buckets of nothing": lambda m: m.update(bucket_mb=0),
+    "huge buckets": lambda m: m.update(bucket_mb=10**400),
     "buckets without end": lambda m: m.update(bucket_mb=float("inf")),
     "buckets that are no number": lambda m: m.update(bucket_mb=float("nan")),
     "buckets of text": lambda m: m.update(bucket_mb="4"),

@@ -21,7 +21,13 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 def run(launcher: list[str], example: str, *arguments: str, cwd: Path) -> str:
     loopback = "lo0" if sys.platform == "darwin" else "lo"
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback, "PYTHONWARNINGS": "error"}
+    env = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": loopback,
+        "PYTHONWARNINGS": "error",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
     process = subprocess.Popen(
         [*launcher, str(EXAMPLES / example), *arguments],
         cwd=cwd,
@@ -64,9 +70,18 @@ def test_without_ddp(launcher: list[str], ranks: int, tmp_path: Path) -> None:
 
 
 def test_resume(tmp_path: Path) -> None:
-    output = run(TORCHRUN, "resume.py", "--directory", str(tmp_path / "checkpoints"), cwd=tmp_path)
-    # Two ranks share an output, and one may begin a line before the other has ended its own.
-    runs = re.findall(r"loss ([\d.]+) without a stop, ([\d.]+) with; same parameters: (True|False)", output)
-    assert len(runs) == 2
-    assert all(straight == resumed and same == "True" for straight, resumed, same in runs)
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["rank0of2.pt", "rank1of2.pt"]
+    """A worker is killed on the way, and the end is that of a run in which none was."""
+    straight = run(TORCHRUN, "resume.py", "--directory", str(tmp_path / "straight"), cwd=tmp_path)
+    restarting = [*TORCHRUN, "--max-restarts", "1"]
+    crashed = run(restarting, "resume.py", "--directory", str(tmp_path / "crashed"), "--crash-at", "130", cwd=tmp_path)
+    assert re.findall(r"^from step (\d+)$", straight, re.MULTILINE) == ["0"]
+    assert re.findall(r"^from step (\d+)$", crashed, re.MULTILINE) == ["0", "100"]
+    ends = [
+        re.findall(r"^step 200  loss [\d.]+  parameters [0-9a-f]{16}$", out, re.MULTILINE)
+        for out in (straight, crashed)
+    ]
+    assert len(ends[0]) == 1
+    assert ends[0] == ends[1]
+    for directory in ("straight", "crashed"):
+        saved = sorted(path.name for path in (tmp_path / directory).iterdir())
+        assert saved == ["000003-step-150", "000004-step-200"]

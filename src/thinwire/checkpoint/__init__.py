@@ -26,7 +26,9 @@ What is on the disk::
         manifest.json          what was saved by whom; size and SHA-256 of every file, and of itself
         model.pt               the state dict of the model, for anybody to use
         rank-00000.pt …        one a rank: its optimizer's state, its buffers, its random states, its `extra`
-                               (and the model as it has it, between two synchronisations of 0/1 Adam)
+
+Between two synchronisations of 0/1 Adam, when replicas differ, rank files hold each rank's model as well, and model.pt
+is that of one rank: call `opt.synchronize()` before you save one that is to be used.
 
 The directory may be on a file system that all machines share, or on a local disk of each: a machine keeps the files of
 its own ranks then. One run at a time uses a directory.
@@ -125,7 +127,7 @@ def load(
         CorruptCheckpoint: on every rank, when a file that any of them needs is damaged, or when ranks have checkpoints,
             but none in common.
         ValueError: on every rank, when the checkpoint is of another class, or of other ranks with
-            `on_mismatch="error"`.
+            `on_mismatch="error"`, or does not fit.
         RuntimeError: on every rank, when the model is another one.
     """
     return Loading(path, model, _wire(optimizer), on_mismatch, fallback).run()

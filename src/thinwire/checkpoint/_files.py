@@ -104,16 +104,6 @@ def read_bytes(path: Path) -> bytes:
     return contents
 
 
-def verify(path: Path, entry: Entry) -> None:
-    """See that a file is the one that was written.
-
-    Raises:
-        CorruptCheckpoint: when it is not.
-    """
-    with _opened(path) as file:
-        _verify(file, path, entry)
-
-
 def read_tensors(path: Path, entry: Entry) -> Any:
     """What a file holds that torch.save has written.
 

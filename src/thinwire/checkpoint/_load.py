@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -12,11 +14,11 @@ from torch import nn
 
 from thinwire.checkpoint import _contents
 from thinwire.checkpoint._contents import Contents, checked_model, checked_rank
-from thinwire.checkpoint._files import damaged, read_bytes, read_tensors, verify
+from thinwire.checkpoint._files import damaged, read_bytes, read_tensors
 from thinwire.checkpoint._manifest import MANIFEST, MODEL, Manifest, decode, rank_file
 from thinwire.checkpoint._store import Name, Store
 from thinwire.checkpoint._together import together
-from thinwire.errors import CorruptCheckpoint, name_ranks
+from thinwire.errors import CorruptCheckpoint, PeerLost, name_ranks
 from thinwire.optimizers._base import WireOptimizer
 from thinwire.optimizers._elastic import Policy, SavedRun, adopt
 
@@ -57,7 +59,8 @@ class Loading:
         fallback: bool,
     ) -> None:
         self._path, self._model, self._optimizer = path, model, optimizer
-        self._on_mismatch, self._fallback = on_mismatch, fallback
+        self._on_mismatch: OnMismatch = on_mismatch
+        self._fallback = fallback
         self._peers = optimizer._peers
 
     def run(self) -> Checkpoint | None:
@@ -152,9 +155,10 @@ class Loading:
         model_state, own = together(self._peers, lambda: _read(directory, manifest, self._peers.rank))
 
         def apply() -> None:
-            self._load_model(model_state, own)
-            self._optimizer.load_state_dict(own["optimizer"])
-            _contents.restore_random_states(self._module, own["random"])
+            with _as_documented(directory):
+                self._load_model(model_state, own)
+                self._optimizer.load_state_dict(own["optimizer"])
+                _contents.restore_random_states(self._module, own["random"])
 
         together(self._peers, apply)
         return own["extra"]
@@ -164,8 +168,8 @@ class Loading:
 
         def read() -> tuple[Contents, Contents]:
             _require_all(directory, manifest)
-            for file, entry in manifest.files.items():
-                verify(directory / file, entry)
+            for rank in range(1, manifest.world_size):
+                _read_rank(directory, manifest, rank)  # to see that it can be; there may be no room for all at once
             return _read(directory, manifest, 0)
 
         model_state, first = together(self._peers, read)
@@ -174,8 +178,9 @@ class Loading:
             return first["optimizer"] if rank == 0 else _read_rank(directory, manifest, rank)["optimizer"]
 
         def apply() -> None:
-            self._load_model(model_state, first)
-            adopt(self._optimizer, SavedRun(manifest.nodes, manifest.bucket_mb, state_of), how)
+            with _as_documented(directory):
+                self._load_model(model_state, first)
+                adopt(self._optimizer, SavedRun(manifest.nodes, manifest.bucket_mb, state_of), how)
 
         together(self._peers, apply)
         return first["extra"]
@@ -192,6 +197,8 @@ def _read_manifest(directory: Path, name: Name) -> Manifest:
         manifest = decode(read_bytes(path))
     except ValueError as error:
         raise damaged(path, str(error)) from error
+    except RecursionError as error:
+        raise damaged(path, "is nested too deeply") from error
     if manifest.step != name.step:
         raise damaged(path, f"is of step {manifest.step}, not of step {name.step}, as its directory says")
     return manifest
@@ -207,6 +214,17 @@ def _read(directory: Path, manifest: Manifest, rank: int) -> tuple[Contents, Con
 def _read_rank(directory: Path, manifest: Manifest, rank: int) -> Contents:
     path = directory / rank_file(rank)
     return checked_rank(path, read_tensors(path, manifest.files[rank_file(rank)]))
+
+
+@contextmanager
+def _as_documented(directory: Path) -> Iterator[None]:
+    """Have whatever data may lead to that only look right, or are of another model, end in an error that `load` has."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, (CorruptCheckpoint, PeerLost, Warning)) or type(error) in (ValueError, RuntimeError):
+            raise
+        raise ValueError(f"{directory} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
 def _require_all(directory: Path, manifest: Manifest) -> None:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import TypeVar
 
-from thinwire.errors import CorruptCheckpoint, name_ranks
+from thinwire.errors import CorruptCheckpoint, PeerLost, name_ranks
 from thinwire.wire.peers import Peers
 
 T = TypeVar("T")
@@ -30,6 +30,8 @@ def together(peers: Peers, action: Callable[[], T]) -> T:
         return action()
     try:
         value = action()
+    except PeerLost:
+        raise  # the others know, or will
     except Exception as error:
         raise _sum_up(peers.gather(_describe(error))) from error
     outcomes = peers.gather(None)

@@ -60,6 +60,8 @@ class Rank:
     """Of the parameters after each step."""
     saved: int = 0
     """The step of its last checkpoint."""
+    corrupted: bool = False
+    """Whether it has sent a packet that was changed on its way."""
     result: Result | None = None
     raised: Raised | None = None
     code: int | None = None
@@ -142,6 +144,8 @@ class Rank:
                 self.digests[told["step"]] = told["digest"]
             case "saved":
                 self.saved = told["step"]
+            case "corrupted":
+                self.corrupted = True
             case "done":
                 self.result = Result(**told)
                 self.noticed_at = time.monotonic()

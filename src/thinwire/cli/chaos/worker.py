@@ -173,7 +173,7 @@ class _Run:
             step = self._step + 1
             word = self._line.heard()
             if word:
-                _corrupt_a_packet(random.Random(word))
+                _corrupt_a_packet(random.Random(word), self._line)
             self._poison = episode.poison(rank, step)
             skipped = self._optimizer.metrics().skipped_steps
             self._model(episode.batch(rank, step)).backward()
@@ -200,8 +200,8 @@ class _Run:
         return poison
 
 
-def _corrupt_a_packet(draw: random.Random) -> None:
-    """Let one of the next packets go out with one bit flipped, after its checksum was made."""
+def _corrupt_a_packet(draw: random.Random, line: Line) -> None:
+    """Let one of the next packets go out with one bit flipped, after its checksum was made, and tell of it."""
     # The method of all groups in this process, and as it is in the class: got from it, it would no longer bind.
     bound = vars(dist.ProcessGroup)["send"]
     send = dist.ProcessGroup.send
@@ -217,6 +217,7 @@ def _corrupt_a_packet(draw: random.Random) -> None:
         packet = tensors[0].clone()
         octets = packet.view(-1).view(torch.uint8)
         octets[draw.randrange(octets.numel())] ^= 1 << draw.randrange(8)
+        line.tell("corrupted")
         return send(group, [packet], *where)
 
     dist.ProcessGroup.send = spoiling_send  # type: ignore[method-assign]
