@@ -331,10 +331,11 @@ def test_the_switch_registers_no_hook_and_allocates_nothing(name: str, nodes: in
         made, before, after = seen["held"][0], seen["held"][1], seen["held"][FREEZE]
         # The last words of a channel's exchanges, two headers a worker, are made at its first one. Where gradients of a
         # node meet is made when all ranks have agreed.
-        assert before <= made + 64 * nodes or ranks > 1
-        assert set(seen["held"][1:FREEZE]) == {before}
-        assert after <= before - seen["dense packets"] + 100 + 64 * nodes
-        assert set(seen["held"][FREEZE:]) <= {after, after + 64 * nodes}
+        last_words = 64 * nodes * len(("dense", "signs", "local"))
+        assert before <= made + last_words or ranks > 1
+        assert all(before <= held <= before + last_words for held in seen["held"][1:FREEZE])
+        assert after <= before - seen["dense packets"] + 100 + last_words
+        assert all(after <= held <= after + last_words for held in seen["held"][FREEZE:])
 
 
 def go_back(rank: int, world_size: int, name: str, attach: bool) -> tuple[list[str], list[str]]:

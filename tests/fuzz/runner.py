@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ HANG_SECONDS = 60.0
 """No input takes a hundredth of it, but machines may be busy."""
 MOST_FINDINGS = 10
 """After so many a target is given up."""
+_GLANCE = 0.1
 _FAST = Path("/dev/shm")
 MEMORY_BYTES = 8 << 30
 """What a process may ask for. More is an exception in it, and not the end of others."""
@@ -140,7 +142,9 @@ def _run_from(
     ours, theirs = Pipe(duplex=False)
     sys.stdout.flush()
     with tempfile.TemporaryDirectory(prefix="thinwire-fuzz-", dir=_FAST if _FAST.is_dir() else None) as folder:
-        child = os.fork()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # newer Pythons warn of threads: those here sleep, and hold nothing
+            child = os.fork()
         if child == 0:
             ours.close()
             _work(target, seed, range(first, inputs), numbers, theirs, folder)
@@ -166,16 +170,13 @@ def _watch(
     report: Callable[[Finding], object],
 ) -> int | None:
     """Wait for a process; its exit code, or None if it had to be ended."""
-    at, since, found, is_open = numbers[0], time.monotonic(), 0, True
+    at, since = numbers[0], time.monotonic()
     while True:
         try:
-            while is_open and findings.poll(0.05):
+            while findings.poll(_GLANCE):
                 report(findings.recv())
-                found += 1
-        except EOFError:
-            is_open = False
-        ended, status = os.waitpid(child, os.WNOHANG if is_open or numbers[0] == at else 0)
-        if ended:
+        except EOFError:  # it has ended, or is about to
+            _, status = os.waitpid(child, 0)
             return os.waitstatus_to_exitcode(status)
         if numbers[0] != at:
             at, since = numbers[0], time.monotonic()

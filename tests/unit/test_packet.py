@@ -103,9 +103,7 @@ def test_a_foreign_packet_is_named_by_its_magic() -> None:
 def test_another_version_is_refused_before_its_fields_are_read() -> None:
     """They may mean something else there: the version is what is reported, though the step differs as well."""
     row = forged(dataclasses.replace(HEADER, step=99), 6, struct.pack("<H", 3))
-    with pytest.raises(
-        CorruptPacket, match="version is 3, expected 2: all ranks must run the same version"
-    ):
+    with pytest.raises(CorruptPacket, match="version is 3, expected 2: all ranks must run the same version"):
         HEADER.check(Packet(row), KERNELS)
 
 

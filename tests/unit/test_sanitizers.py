@@ -39,10 +39,9 @@ def test_what_is_allowed_passes(isa: str) -> None:
 
 
 @each_isa
-@pytest.mark.parametrize("beyond", [1, 3], ids=str)
-def test_reading_a_float_too_far_is_seen(isa: str, beyond: int) -> None:
+def test_reading_a_float_too_far_is_seen(isa: str) -> None:
     values = torch.ones(100)
-    code, said = last_words(isa, lambda: lib().thinwire_square_sum(values.data_ptr(), 100 + beyond))
+    code, said = last_words(isa, lambda: lib().thinwire_square_sum(values.data_ptr(), 101))
     assert code == 1
     assert "AddressSanitizer: heap-buffer-overflow" in said
     assert "square_sum" in said

@@ -85,7 +85,7 @@ class Scene:
         self.expect_end(self.ranks, errors=("CorruptPacket", "PeerLost"))
         hit = next((party for party in parties if any(map(_had_corruption, party))), parties[0])
         for rank in hit:
-            if rank.result is not None and any(rank.corrupted for rank in self.ranks):
+            if rank.result is not None and any(sender.corrupted for sender in self.ranks):
                 self.complain(WRONG_ERROR, rank, "finished, although a packet was corrupt")
             if rank.raised is not None and not _had_corruption(rank):
                 self.complain(WRONG_ERROR, rank, f"raised {rank.raised.types[0]}, not CorruptPacket\n{rank.log()}")
