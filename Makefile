@@ -55,7 +55,7 @@ sanitize: $(installed) ## run the kernels' tests and fuzz them, with every acces
 	$(bin)/cmake --build $(sanitized)
 	$(under_sanitizers) $(bin)/pytest -p no:faulthandler -p no:cacheprovider --capture=sys -q $(checked_tests) \
 	  -k "not ($(left_out))" --deselect tests/unit/test_kernels.py::test_vote_bit
-	$(under_sanitizers) $(bin)/python -m tests.fuzz --inputs 3000
+	$(under_sanitizers) $(bin)/python -m tests.fuzz --inputs 3000 --only packets steps
 
 format: $(installed) ## rewrite the sources in the house style
 	$(bin)/ruff check --fix

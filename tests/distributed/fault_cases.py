@@ -55,10 +55,14 @@ class Stage:
 
 
 class Between:
-    """What users do between two steps."""
+    """What users do in between."""
 
     @staticmethod
     def steps() -> None:
+        """Nothing."""
+
+    @staticmethod
+    def backward_and_step() -> None:
         """Nothing."""
 
 
@@ -223,6 +227,7 @@ def _train(rank: int, stage: Stage, begin_step: Callable[[int], None], report: R
         begin_step(step)
         report.where = "backward"
         token_loss(model, rank, step).backward()
+        Between.backward_and_step()
         report.where = "step"
         optimizer.step()
         optimizer.zero_grad()
@@ -232,12 +237,15 @@ def _train(rank: int, stage: Stage, begin_step: Callable[[int], None], report: R
 def suffer(rank: int, world_size: int, stage: Stage, blow: Blow, directory: str, manners: str = "") -> Report:
     """Train until the blow has struck the victim; report what was raised, and leave as a program does.
 
-    Manners are those of a rank that is interrupted: it "catches" that, or "exits" by itself when it is terminated.
+    Manners are those of a rank that is interrupted: it "catches" that, "exits" by itself when it is terminated, or
+    "dawdles" before step(), so that its lanes wait and it does not.
     """
     notes, report = Notes(directory), Report()
     notes.leave(f"pid-{rank}", os.getpid())
     if manners == "exits":
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    if manners == "dawdles" and rank != stage.victim:
+        Between.backward_and_step = lambda: time.sleep(1.0)
     begin_step = _prepare_blow(stage, blow, notes) if rank == stage.victim else lambda _: None
     caught = (RuntimeError, KeyboardInterrupt) if manners == "catches" else RuntimeError
     with environment({"LOCAL_WORLD_SIZE": str(stage.ranks_a_node)}):

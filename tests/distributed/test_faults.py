@@ -109,8 +109,9 @@ INTERRUPTIONS = {
 }
 STATUS = {"SIGTERM": -signal.SIGTERM, "SIGTERM with a handler": 143, "SIGINT that is caught": 0}
 TEARDOWNS = {
-    f"everybody interrupted, connections close {delay} s later": Fault(STAGES["merging"], InterruptThenDie(delay), LONG)
-    for delay in (0.0, 0.05, 0.15, 0.3)
+    f"{where}, and connections close {delay} s later": Fault(STAGES["merging"], InterruptThenDie(delay), LONG, manners)
+    for where, manners in (("in step()", ""), ("before step()", "dawdles"))
+    for delay in (0.05, 0.15, 0.3)
 }
 FAULTS = {**STOPS, **INTERRUPTIONS, **TEARDOWNS, **KILLS, **FAILURES}
 """Those first that wait longest."""
@@ -229,4 +230,5 @@ def test_connections_that_close_during_the_teardown_crash_nobody(aftermaths: dic
     for rank in (0, 2):
         ended = aftermaths[name].ranks[rank]
         assert ended.status == -signal.SIGINT, ended.log
+        assert name.startswith("before") == ("time.sleep" in ended.log)
         assert ended.at - aftermaths[name].struck < EXIT_SECONDS

@@ -272,7 +272,7 @@ class Checkpoints:
     """`thinwire.checkpoint.load`, of one rank."""
 
     name = "checkpoints"
-    share = 0.1
+    share = 0.08
     outcomes: tuple[str, ...] = (
         "loaded: as it was saved",
         "loaded: a forgery that is data",

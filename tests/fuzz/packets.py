@@ -59,7 +59,7 @@ class Packets:
     """`Header.check`, as it reads a row of the memory that packets are received in."""
 
     name = "packets"
-    share = 0.8
+    share = 0.84
     outcomes: tuple[str, ...] = (
         "accepted: as sent, or sealed again with no more than a peer may change",
         *(f"refused: {name}" for name in (*_NAMES, "greeting", "synchronize") if name != "flags"),

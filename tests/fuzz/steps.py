@@ -206,7 +206,7 @@ class Steps:
     """All optimizers at all stages."""
 
     name = "steps"
-    share = 0.1
+    share = 0.08
     outcomes: tuple[str, ...] = ("taken", "skipped", "refused: CorruptPacket", "refused: ValueError of top-k")
 
     def __init__(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -44,6 +45,17 @@ def test_the_environment_chooses_the_instruction_set(monkeypatch: pytest.MonkeyP
             monkeypatch.setenv("THINWIRE_ISA", isa)
             assert ops.backend(CPU).name == "native"
             assert native.isa() == isa
+
+
+def test_another_build_that_is_not_there_is_no_reason_for_the_reference(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(library, "PATH", tmp_path / "_native.so")
+    monkeypatch.setattr(library, "_OTHER_BUILD", None)
+    assert library._load() is None
+    monkeypatch.setattr(library, "_OTHER_BUILD", str(tmp_path / "_native.so"))
+    with pytest.raises(OSError, match=r"_native\.so: cannot open"):
+        library._load()
 
 
 def test_a_misspelt_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
