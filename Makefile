@@ -1,8 +1,11 @@
 # A fresh clone needs Python >= 3.10 and a C++ compiler; `make demo` and `make test` do the rest.
 # Other interpreter: make PYTHON=python3.12 test. Arguments for the command: make demo ARGS="--help".
+# Tests run in JOBS processes, of which half wait for their ranks at any time: make JOBS=12 test on 8 cores, JOBS=0 for one
+# after another.
 
 PYTHON ?= python3
 VENV ?= .venv
+JOBS ?= 3
 ARGS ?=
 
 bin := $(VENV)/bin
@@ -30,7 +33,7 @@ bench: $(installed) ## measure the kernels, and the exchange between 4 local ran
 	$(bin)/thinwire bench exchange --ranks 4 $(ARGS)
 
 test: lint sanitize ## everything that decides: lint, types, layers, memory, tests
-	$(bin)/pytest $(ARGS)
+	$(bin)/pytest --numprocesses $(JOBS) $(ARGS)
 
 lint: $(installed) ## style, types, and who may import whom
 	$(bin)/ruff check

@@ -33,8 +33,14 @@ GRACE_SECONDS = 5.0
 """How long the others may take to finish once one rank has failed: they often wait for a peer that will not come."""
 
 _processes = multiprocessing.get_context("forkserver")
-# Making any torch optimizer imports torch._dynamo, which takes over a second: once is enough.
-_processes.set_forkserver_preload(["numpy", "pytest", "torch.nn.parallel", "torch._dynamo", "thinwire"])
+# What ranks would otherwise import each for itself. Making any torch optimizer imports torch._dynamo, which takes over
+# a second; the oracles, which come with their cases, are long to compile where bytecode is not written.
+_processes.set_forkserver_preload(
+    [
+        *("numpy", "pytest", "torch.nn.parallel", "torch._dynamo", "torch.distributed.checkpoint.state_dict"),
+        *("thinwire.cli.app", "tests.distributed.common", "tests.distributed.oracle_cases"),
+    ]
+)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from thinwire.kernels import native
 
 
@@ -18,3 +21,14 @@ def instruction_sets() -> list[str]:
         found.append(name)
     native.use_isa(in_use)
     return found
+
+
+@contextmanager
+def instruction_set_restored() -> Iterator[None]:
+    """Whatever is chosen inside, by THINWIRE_ISA or otherwise, is not what runs afterwards."""
+    in_use = native.isa() if native.available() else None
+    try:
+        yield
+    finally:
+        if in_use is not None:
+            native.use_isa(in_use)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from tests.distributed.common import Training, digest, run_nodes, token_loss, token_net, trained
+from tests.distributed.common import Training, assert_same_runs, digest, run_nodes, token_loss, token_net
 from tests.instruction_sets import instruction_sets
 
 
@@ -176,7 +176,7 @@ def test_overlap_and_bucket_size_change_nothing(grid: Grid, entry: Entry) -> Non
     other_size = options["bucket_mb"] if buckets_matter else None
     plain = dataclasses.replace(overlapped, attach=False, options={**options, "bucket_mb": other_size})
     world_size = grid.nodes * grid.ranks
-    assert trained(world_size, plain) == trained(world_size, overlapped)
+    assert_same_runs(world_size, plain, overlapped)
 
 
 @every_optimizer
@@ -187,41 +187,56 @@ def test_all_kernels_give_the_same_bits(grid: Grid, entry: Entry) -> None:
         Training(entry.make, {"lr": entry.lr}, steps=18, environment={**grid.environment, **variables})
         for variables in ({"THINWIRE_KERNELS": "reference"}, *({"THINWIRE_ISA": isa} for isa in instruction_sets()))
     ]
-    reference, *natives = (trained(world_size, run) for run in runs)
-    assert all(native == reference for native in natives)
+    assert_same_runs(world_size, *runs)
 
 
-def resume(rank: int, world_size: int, entry: Entry, saved_at: int) -> tuple[str, str]:
-    def train(net: nn.Module, optimizer: Any, steps: range) -> str:
+SAVED_AFTER = (4, 15)
+
+
+def resume(rank: int, world_size: int, entry: Entry) -> dict[int, tuple[list[str], list[str]]]:
+    """What a run has in the ten steps after it was saved, and what one has in them that began there."""
+
+    def start() -> tuple[nn.Module, Any]:
+        net = token_net()
+        return net, entry.make(net.parameters(), lr=entry.lr)
+
+    def train(net: nn.Module, optimizer: Any, steps: range) -> list[str]:
+        digests = []
         for step in steps:
             token_loss(net, rank, step).backward()
             optimizer.step()
             optimizer.zero_grad()
-        return digest(net.parameters())
+            digests.append(digest(net.parameters()))
+        return digests
 
-    net = token_net()
-    optimizer = entry.make(net.parameters(), lr=entry.lr)
-    train(net, optimizer, range(saved_at))
-    checkpoint = io.BytesIO()
-    torch.save((net.state_dict(), optimizer.state_dict()), checkpoint)
-    afterwards = range(saved_at, saved_at + 10)
-    never_stopped = train(net, optimizer, afterwards)
+    net, optimizer = start()
+    never_stopped: list[str] = []
+    checkpoints: dict[int, io.BytesIO] = {}
+    for step in range(SAVED_AFTER[-1] + 10):
+        if step in SAVED_AFTER:
+            checkpoints[step] = io.BytesIO()
+            torch.save((net.state_dict(), optimizer.state_dict()), checkpoints[step])
+        never_stopped += train(net, optimizer, range(step, step + 1))
 
-    net = token_net()
-    optimizer = entry.make(net.parameters(), lr=entry.lr)
-    checkpoint.seek(0)
-    weights, state = torch.load(checkpoint, weights_only=True)
-    net.load_state_dict(weights)
-    optimizer.load_state_dict(state)
-    return never_stopped, train(net, optimizer, afterwards)
+    compared = {}
+    for steps, checkpoint in checkpoints.items():
+        net, optimizer = start()
+        checkpoint.seek(0)
+        weights, state = torch.load(checkpoint, weights_only=True)
+        net.load_state_dict(weights)
+        optimizer.load_state_dict(state)
+        afterwards = range(steps, steps + 10)
+        compared[steps] = [never_stopped[step] for step in afterwards], train(net, optimizer, afterwards)
+    return compared
 
 
 @every_optimizer
 @each_grid(2)
-@pytest.mark.parametrize("saved_at", [4, 15])
-def test_resuming_is_exact(saved_at: int, grid: Grid, entry: Entry) -> None:
-    for never_stopped, resumed in grid.run(resume, entry, saved_at):
-        assert resumed == never_stopped
+def test_resuming_is_exact(grid: Grid, entry: Entry) -> None:
+    for compared in grid.run(resume, entry):
+        assert tuple(compared) == SAVED_AFTER
+        for steps, (never_stopped, resumed) in compared.items():
+            assert resumed == never_stopped, f"saved after {steps} steps"
 
 
 def skip(rank: int, world_size: int, entry: Entry) -> list[tuple[bool, int, bool]]:

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from tests.harness import run_ranks
+from tests.instruction_sets import instruction_set_restored
 
 WORLD_SIZES = (1, 2, 3, 4)
 
@@ -47,9 +48,42 @@ def in_nodes(rank: int, world_size: int, ranks_a_node: int, function: Callable[.
         return function(rank, world_size, *args)
 
 
-def run_nodes(function: Callable[..., Any], nodes: int, ranks_a_node: int, *args: Any) -> list[Any]:
+def run_nodes(
+    function: Callable[..., Any], nodes: int, ranks_a_node: int, *args: Any, timeout: float = 60.0
+) -> list[Any]:
     """As `run_ranks`, with so many ranks on each of so many nodes."""
-    return run_ranks(in_nodes, nodes * ranks_a_node, ranks_a_node, function, *args)
+    return run_ranks(in_nodes, nodes * ranks_a_node, ranks_a_node, function, *args, timeout=timeout)
+
+
+# Processes cost as much as a short run: where there are many cases, they run one after another in the same ranks.
+
+MANY_CASES_SECONDS = 100.0
+"""How long many cases may take, where the time of one is the default of `run_ranks`."""
+
+
+@contextmanager
+def named(case: str) -> Iterator[None]:
+    """Whatever goes wrong inside is told to be about this case."""
+    try:
+        yield
+    except Exception as error:
+        raise AssertionError(f"{case}: {error}") from error
+
+
+def each_case(
+    rank: int, world_size: int, function: Callable[..., Any], cases: Mapping[str, Any], *args: Any
+) -> dict[str, Any]:
+    """What `function(rank, world_size, case, ...)` returns, by the names of the cases."""
+    results = {}
+    for name, case in cases.items():
+        with named(name):
+            results[name] = function(rank, world_size, case, *args)
+    return results
+
+
+def by_case(ranks: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """What ranks returned for each case, from what each rank returned."""
+    return {name: [of_rank[name] for of_rank in ranks] for name in ranks[0]}
 
 
 class TokenNet(nn.Module):
@@ -104,7 +138,7 @@ Digest = tuple[str, bool]
 def train(rank: int, world_size: int, training: Training) -> list[Digest]:
     """What a rank has after each step."""
     net = training.model()
-    with environment(training.environment):
+    with environment(training.environment), instruction_set_restored():
         optimizer = training.optimizer(net.parameters(), **{"lr": 1e-2, **training.options})
         ddp = DistributedDataParallel(net, **training.ddp) if training.attach else None
         if ddp is not None:
@@ -122,16 +156,30 @@ def train(rank: int, world_size: int, training: Training) -> list[Digest]:
     return digests
 
 
-def trained(world_size: int, training: Training) -> list[list[Digest]]:
-    """What `train` returns on all ranks.
+def train_each(rank: int, world_size: int, trainings: Sequence[Training]) -> list[list[Digest]]:
+    """One run after another in the same processes."""
+    return [train(rank, world_size, training) for training in trainings]
+
+
+def trained_each(world_size: int, trainings: Sequence[Training]) -> list[list[list[Digest]]]:
+    """What `train` returns on all ranks, for each of the trainings.
 
     Law 1 is checked on the way: ranks report the same digests, unless they have steps of their own. A run that stands
     still proves nothing.
     """
-    ranks = run_ranks(train, world_size, training)
-    for rank, of_rank in enumerate(ranks):
-        for ours, first in zip(of_rank, ranks[0], strict=True):
-            assert ours[1] == first[1]
-            assert not ours[1] or ours == first, f"rank {rank} has other parameters than rank 0"
-    assert len(set(ranks[0])) == training.steps, "some step moved nothing"
-    return ranks
+    by_rank = run_ranks(train_each, world_size, trainings, timeout=MANY_CASES_SECONDS)
+    runs = [list(ranks) for ranks in zip(*by_rank, strict=True)]
+    for training, ranks in zip(trainings, runs, strict=True):
+        for rank, of_rank in enumerate(ranks):
+            for ours, first in zip(of_rank, ranks[0], strict=True):
+                assert ours[1] == first[1]
+                assert not ours[1] or ours == first, f"rank {rank} has other parameters than rank 0: {training}"
+        assert len(set(ranks[0])) == training.steps, f"some step moved nothing: {training}"
+    return runs
+
+
+def assert_same_runs(world_size: int, plain: Training, *others: Training) -> None:
+    """All leave the same digests after every step as `plain` does, rank by rank."""
+    expected, *runs = trained_each(world_size, [plain, *others])
+    for training, run in zip(others, runs, strict=True):
+        assert run == expected, f"other bits: {training}"

@@ -10,7 +10,9 @@ import numpy as np
 import torch
 
 import thinwire
+from tests.distributed.common import MANY_CASES_SECONDS, by_case, each_case, named, run_nodes
 from tests.distributed.scenarios import Scenario, mean_of_node
+from tests.harness import run_ranks
 from tests.oracles.cd_adam import CDAdamOracle
 from tests.oracles.flat_space import Group
 from tests.oracles.lamb import LambOracle
@@ -67,6 +69,26 @@ def run_case(rank: int, world_size: int, case: OracleCase, **options: Any) -> di
         values.append([p.detach().clone() for p in parameters])
         synchronized.append(optimizer.is_synchronized)
     return {"values": values, "synchronized": synchronized, "skipped": optimizer.metrics().skipped_steps}
+
+
+def run_hierarchical(rank: int, world_size: int, case: OracleCase) -> dict[str, Any]:
+    return run_case(rank, world_size, case, topology="hierarchical")
+
+
+def assert_runs_are_the_oracle(cases: Mapping[str, OracleCase], world_size: int) -> None:
+    """Run all of the cases on so many ranks, and compare each with its oracle."""
+    results = run_ranks(each_case, world_size, run_case, cases, timeout=MANY_CASES_SECONDS)
+    for name, ranks in by_case(results).items():
+        with named(name):
+            assert_it_is_the_oracle(cases[name], ranks)
+
+
+def assert_hierarchical_runs_are_the_oracle(cases: Mapping[str, OracleCase], nodes: int, ranks_a_node: int) -> None:
+    """As above, where the workers are nodes."""
+    results = run_nodes(each_case, nodes, ranks_a_node, run_hierarchical, cases, timeout=MANY_CASES_SECONDS)
+    for name, ranks in by_case(results).items():
+        with named(name):
+            assert_it_is_the_oracle(cases[name], ranks, ranks_a_node)
 
 
 def assert_it_is_the_oracle(case: OracleCase, ranks: Sequence[dict[str, Any]], ranks_a_node: int = 1) -> None:

@@ -6,10 +6,12 @@ Gradients are given, not computed, so that both sides see the same ones. A learn
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
-from tests.distributed.common import WORLD_SIZES
+from tests.distributed.common import MANY_CASES_SECONDS, WORLD_SIZES, by_case, each_case, named
 from tests.distributed.scenarios import (
     SEED,
     SHAPES,
@@ -51,10 +53,18 @@ SCENARIOS = {
 }
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+LONG = [name for name in SCENARIOS if name.startswith("stop and return")]
+SHORT = [name for name in SCENARIOS if name not in LONG]
+
+
+@pytest.mark.parametrize("names", [SHORT, LONG], ids=["short", "long"])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_the_distributed_run_is_the_oracle(world_size: int, name: str) -> None:
-    assert_it_is_the_oracle(SCENARIOS[name], run_ranks(run_birder, world_size, SCENARIOS[name]))
+def test_the_distributed_run_is_the_oracle(world_size: int, names: Sequence[str]) -> None:
+    scenarios = {name: SCENARIOS[name] for name in names}
+    results = run_ranks(each_case, world_size, run_birder, scenarios, timeout=MANY_CASES_SECONDS)
+    for name, ranks in by_case(results).items():
+        with named(name):
+            assert_it_is_the_oracle(SCENARIOS[name], ranks)
 
 
 def test_the_scenarios_do_what_their_names_say() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from tests.distributed.common import Digest, Training, digest, run_nodes, token_net, train
+from tests.distributed.common import Training, digest, run_nodes, token_net, train_each
 from tests.distributed.stages import flat, noise, parameters
 from tests.harness import run_ranks
 
@@ -66,7 +66,7 @@ def train_long(rank: int, world_size: int, name: str) -> dict[str, Any]:
     start = flat(net.parameters())
     optimizer = kind.make(net.parameters(), lr=1e-3)
     generator = torch.Generator().manual_seed(rank)
-    for _ in range(300):
+    for _ in range(200):
         tokens = torch.randint(0, TOKENS, (16,), generator=generator)
         labels = torch.randint(0, 5, (16,), generator=generator)
         nn.functional.cross_entropy(net(tokens), labels).backward()
@@ -316,10 +316,6 @@ def test_bytes_are_those_of_the_formula_and_the_contraction_is_a_share(world_siz
 
 def brain_net() -> nn.Module:
     return token_net(torch.bfloat16)
-
-
-def train_each(rank: int, world_size: int, trainings: Sequence[Training]) -> list[list[Digest]]:
-    return [train(rank, world_size, training) for training in trainings]
 
 
 @each_kind

@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 
 import thinwire
-from tests.distributed.common import run_nodes
-from tests.distributed.oracle_cases import OracleCase, assert_it_is_the_oracle, run_case
+from tests.distributed.oracle_cases import (
+    OracleCase,
+    assert_hierarchical_runs_are_the_oracle,
+    assert_runs_are_the_oracle,
+)
 from tests.distributed.scenarios import (
     SHAPES,
     Scenario,
@@ -21,7 +24,6 @@ from tests.distributed.scenarios import (
     rows_untouched,
     sometimes_nonfinite,
 )
-from tests.harness import run_ranks
 
 
 def stop_and_go(step: int) -> float:
@@ -63,33 +65,33 @@ def cases() -> dict[str, OracleCase]:
 CASES = cases()
 
 
-ESSENTIAL = [
-    f"{base}, {variant}"
-    for base in BASES
-    for variant in ("defaults", "partly absent", "many buckets", "sometimes nonfinite")
-]
+def essential(base: str) -> dict[str, OracleCase]:
+    variants = ("defaults", "partly absent", "many buckets", "sometimes nonfinite")
+    return {name: CASES[name] for name in (f"{base}, {variant}" for variant in variants)}
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_distributed_run_is_the_oracle(name: str) -> None:
-    assert_it_is_the_oracle(CASES[name], run_ranks(run_case, 3, CASES[name]))
+def of_every_base(variant: str) -> dict[str, OracleCase]:
+    return {name: CASES[name] for name in (f"{base}, {variant}" for base in BASES)}
 
 
-@pytest.mark.parametrize(
-    ("world_size", "name"), [*((2, name) for name in ESSENTIAL), *((1, f"{base}, defaults") for base in BASES)]
-)
-def test_with_fewer_workers_too(world_size: int, name: str) -> None:
-    assert_it_is_the_oracle(CASES[name], run_ranks(run_case, world_size, CASES[name]))
+@pytest.mark.parametrize("base", BASES)
+def test_the_distributed_run_is_the_oracle(base: str) -> None:
+    assert_runs_are_the_oracle({name: case for name, case in CASES.items() if name.startswith(f"{base}, ")}, 3)
 
 
-@pytest.mark.parametrize(
-    ("nodes", "ranks", "name"),
-    [*((2, 2, name) for name in ESSENTIAL), *((1, 2, f"{base}, sometimes nonfinite") for base in BASES)],
-)
-def test_a_hierarchical_run_is_the_oracle_of_its_nodes(nodes: int, ranks: int, name: str) -> None:
-    results = run_nodes(run_hierarchical, nodes, ranks, CASES[name])
-    assert_it_is_the_oracle(CASES[name], results, ranks)
+@pytest.mark.parametrize("base", BASES)
+def test_with_fewer_workers_too(base: str) -> None:
+    assert_runs_are_the_oracle(essential(base), 2)
 
 
-def run_hierarchical(rank: int, world_size: int, case: OracleCase) -> dict[str, object]:
-    return run_case(rank, world_size, case, topology="hierarchical")
+def test_alone_too() -> None:
+    assert_runs_are_the_oracle(of_every_base("defaults"), 1)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_a_hierarchical_run_is_the_oracle_of_its_nodes(base: str) -> None:
+    assert_hierarchical_runs_are_the_oracle(essential(base), 2, 2)
+
+
+def test_a_single_node_is_the_oracle_without_compression() -> None:
+    assert_hierarchical_runs_are_the_oracle(of_every_base("sometimes nonfinite"), 1, 2)

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from tests.distributed.common import digest, in_nodes, token_loss, token_net
+from tests.distributed.common import by_case, digest, each_case, in_nodes, token_loss, token_net
 from tests.harness import run_ranks, run_ranks_expecting_errors
 
 OPTIONS: dict[str, Any] = {"lr": 0.01, "seed": 2, "weight_decay": 0.1}
@@ -90,12 +90,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_resuming_is_never_having_stopped(world_size: int, case: str) -> None:
-    for never_stopped, resumed in run_ranks(stop_and_resume, world_size, CASES[case]):
-        assert resumed == never_stopped
-        assert len(set(never_stopped)) == 5
+def test_resuming_is_never_having_stopped(world_size: int) -> None:
+    for name, ranks in by_case(run_ranks(each_case, world_size, stop_and_resume, CASES)).items():
+        for never_stopped, resumed in ranks:
+            assert resumed == never_stopped, name
+            assert len(set(never_stopped)) == 5
 
 
 def state_dtypes(p: nn.Parameter, optimizer: thinwire.Birder) -> dict[str, torch.dtype]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 
 import pytest
 import torch
 
-from tests.distributed.common import WORLD_SIZES, Digest, Training, token_net, trained
+from tests.distributed.common import WORLD_SIZES, Training, assert_same_runs, token_net, trained_each
 from tests.instruction_sets import instruction_sets
 
 
@@ -20,32 +19,24 @@ def brain_net() -> torch.nn.Module:
     return token_net(torch.bfloat16)
 
 
-VARIANTS = {
-    "overlap": Training(attach=True),
-    "overlap, buckets of 0.01 MB": Training(attach=True, options={"bucket_mb": 0.01}),
-    "overlap, DDP buckets of 0.01 MB": Training(attach=True, ddp={"bucket_cap_mb": 0.01}),
-    "overlap, reference kernels": Training(attach=True, environment={"THINWIRE_KERNELS": "reference"}),
-    "buckets of 0.01 MB": Training(options={"bucket_mb": 0.01}),
-    "buckets of 0.1 MB": Training(options={"bucket_mb": 0.1}),
-    "reference kernels": Training(environment={"THINWIRE_KERNELS": "reference"}),
-    **{
-        f"native kernels, {isa}": Training(environment={"THINWIRE_KERNELS": "native", "THINWIRE_ISA": isa})
-        for isa in instruction_sets()
-    },
-}
+VARIANTS = [
+    Training(attach=True),
+    Training(attach=True, options={"bucket_mb": 0.01}),
+    Training(attach=True, ddp={"bucket_cap_mb": 0.01}),
+    Training(attach=True, environment={"THINWIRE_KERNELS": "reference"}),
+    Training(options={"bucket_mb": 0.01}),
+    Training(options={"bucket_mb": 0.1}),
+    Training(environment={"THINWIRE_KERNELS": "reference"}),
+    *(Training(environment={"THINWIRE_KERNELS": "native", "THINWIRE_ISA": isa}) for isa in instruction_sets()),
+]
 
 
-@functools.cache
-def plain_run(world_size: int, downlink: str) -> list[list[Digest]]:
-    return trained(world_size, Training(options={"downlink": downlink}))
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(("world_size", "downlink"), [*((n, "bit") for n in WORLD_SIZES), (2, "votes"), (4, "votes")])
-def test_what_must_not_matter_does_not(world_size: int, downlink: str, variant: str) -> None:
-    training = VARIANTS[variant]
-    training = replace(training, options={**training.options, "downlink": downlink})
-    assert trained(world_size, training) == plain_run(world_size, downlink)
+def test_what_must_not_matter_does_not(world_size: int, downlink: str) -> None:
+    plain, *variants = (
+        replace(training, options={**training.options, "downlink": downlink}) for training in (Training(), *VARIANTS)
+    )
+    assert_same_runs(world_size, plain, *variants)
 
 
 LAW_1_AND_2_MODELS = {
@@ -61,9 +52,10 @@ def test_reference_and_overlap_agree_for_every_dtype_and_rule(kind: str) -> None
     plain = LAW_1_AND_2_MODELS[kind]
     overlapped = replace(plain, attach=True, options={**plain.options, "bucket_mb": 0.01})
     by_reference = replace(plain, environment={"THINWIRE_KERNELS": "reference"})
-    assert trained(3, overlapped) == trained(3, plain) == trained(3, by_reference)
+    assert_same_runs(3, plain, overlapped, by_reference)
 
 
 def test_other_seeds_give_other_runs() -> None:
     """The equalities above would hold in a world where nothing is random, too."""
-    assert trained(2, Training(options={"seed": 1})) != trained(2, Training(options={"seed": 2}))
+    first, second = trained_each(2, [Training(options={"seed": seed}) for seed in (1, 2)])
+    assert first != second

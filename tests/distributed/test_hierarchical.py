@@ -22,7 +22,17 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from tests.distributed.common import Digest, Training, digest, environment, run_nodes, token_loss, token_net, train
+from tests.distributed.common import (
+    Digest,
+    Training,
+    digest,
+    environment,
+    run_nodes,
+    token_loss,
+    token_net,
+    train,
+    train_each,
+)
 from tests.distributed.scenarios import (
     SHAPES,
     Gradients,
@@ -112,10 +122,6 @@ def test_a_nodes_mean_is_taken_in_the_order_of_ranks() -> None:
 
 def meshed_birder(params: Any, nodes: int, ranks: int, **options: Any) -> thinwire.Birder:
     return thinwire.Birder(params, mesh=init_device_mesh("cpu", (nodes, ranks)), **options)
-
-
-def train_each(rank: int, world_size: int, trainings: Sequence[Training]) -> list[list[Digest]]:
-    return [train(rank, world_size, training) for training in trainings]
 
 
 def all_equal(nodes: int, ranks: int, trainings: dict[str, Training]) -> None:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import pytest
 
 import thinwire
-from tests.distributed.common import run_nodes
-from tests.distributed.oracle_cases import OracleCase, assert_it_is_the_oracle, run_case
+from tests.distributed.oracle_cases import (
+    OracleCase,
+    assert_hierarchical_runs_are_the_oracle,
+    assert_runs_are_the_oracle,
+)
 from tests.distributed.scenarios import SHAPES, Scenario, partly_absent, ramp, rows_untouched, sometimes_nonfinite
-from tests.harness import run_ranks
 
 
 def fall_and_rise(step: int) -> float:
@@ -73,21 +75,16 @@ def cases() -> dict[str, OracleCase]:
 CASES = cases()
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_the_distributed_run_is_the_oracle(world_size: int, name: str) -> None:
-    assert_it_is_the_oracle(CASES[name], run_ranks(run_case, world_size, CASES[name]))
+def test_the_distributed_run_is_the_oracle(world_size: int, base: str) -> None:
+    cases = {name: case for name, case in CASES.items() if name.startswith(f"{base}, ")}
+    assert_runs_are_the_oracle(cases, world_size)
 
 
-HIERARCHICAL = [name for name in CASES if name.split(", ")[1] in ("defaults", "partly absent", "many buckets")]
-
-
-@pytest.mark.parametrize("name", [*HIERARCHICAL, *(f"{base}, sometimes nonfinite" for base in BASES)])
+@pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize(("nodes", "ranks"), [(2, 2), (1, 2)])
-def test_a_hierarchical_run_is_the_oracle_of_its_nodes(nodes: int, ranks: int, name: str) -> None:
-    results = run_nodes(run_hierarchical, nodes, ranks, CASES[name])
-    assert_it_is_the_oracle(CASES[name], results, ranks)
-
-
-def run_hierarchical(rank: int, world_size: int, case: OracleCase) -> dict[str, object]:
-    return run_case(rank, world_size, case, topology="hierarchical")
+def test_a_hierarchical_run_is_the_oracle_of_its_nodes(nodes: int, ranks: int, base: str) -> None:
+    variants = ("defaults", "partly absent", "many buckets", "sometimes nonfinite")
+    cases = {name: CASES[name] for name in (f"{base}, {variant}" for variant in variants)}
+    assert_hierarchical_runs_are_the_oracle(cases, nodes, ranks)

@@ -85,7 +85,7 @@ def told(account: Account) -> dict[int, str]:
 
 
 def test_crashes_hangs_and_exceptions_are_counted_and_the_rest_is_run(tmp_path: Path) -> None:
-    account = run_inputs(Broken, 3, 20, hang_seconds=1.0)
+    account = run_inputs(Broken, 3, 20, hang_seconds=3.0)
     assert told(account) == {
         5: "ends the process by SIGSEGV",
         8: "raises KeyError: 'no such thing'",
@@ -95,7 +95,7 @@ def test_crashes_hangs_and_exceptions_are_counted_and_the_rest_is_run(tmp_path: 
     assert account.outcomes == {"fine": 16}
     assert account.inputs == 20
     for finding in account.findings:
-        again = run_again(Broken, read(finding.write(tmp_path)), hang_seconds=1.0)
+        again = run_again(Broken, read(finding.write(tmp_path)), hang_seconds=3.0)
         assert again.findings[0].what == finding.what
         assert again.inputs == 1
 
