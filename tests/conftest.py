@@ -21,6 +21,7 @@ TOGETHER = {
     "tests/distributed/test_chaos.py": "links that are cut",
     "tests/distributed/test_interrupts.py": "links that are cut",
     "tests/distributed/test_faults.py": "ranks that wait for dead ones, all at once",
+    "tests/distributed/test_corrupt_packets.py": "ranks that live through all cases",
 }
 
 

@@ -75,7 +75,7 @@ AFTER: dict[str, Any] = {"noticed": (4,)}
 STAGES = {
     "the agreement": Stage(Peers, "gather", attach=False, world_size=4, **START),
     "the agreement of attach": Stage(Peers, "gather", victim=0, **START),
-    "connections": Stage(Peers, "private_group", **START),
+    "connections": Stage(Peers, "private_group", victim=0, **START),
     "connections of nodes": Stage(Peers, "private_group", victim=3, **NODES, **START),
     "encoding": Stage(WireOptimizer, "_encode", call=3),
     "listening": Stage(Exchange, "listen", victim=2),
@@ -186,8 +186,8 @@ class Report:
     step: int | None = None
     bucket: int | None = None
     ranks: tuple[int, ...] = ()
-    lanes: int = 0
-    """Threads that were left."""
+    threads: int = 0
+    """Of thinwire, that were left."""
     farewell: float = 0.0
     """Seconds that it took to destroy the process groups."""
 
@@ -257,7 +257,7 @@ def suffer(rank: int, world_size: int, stage: Stage, blow: Blow, directory: str,
             if isinstance(error, thinwire.PeerLost):
                 report.stage, report.step, report.bucket = error.stage, error.step, error.bucket
                 report.ranks = error.ranks
-    report.lanes = sum(thread.name.startswith("thinwire") for thread in threading.enumerate())
+    report.threads = sum(thread.name.startswith("thinwire") for thread in threading.enumerate())
     if rank != stage.victim and blow in (kill, stop, fail):
         _wait_for_others(rank, world_size, stage, notes)
     began = time.monotonic()

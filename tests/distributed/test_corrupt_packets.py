@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from tests.distributed.common import digest, run_nodes, token_loss, token_net
+from tests.distributed.stages import LOCAL_STEPS, VARIANCE
 from thinwire.kernels import reference
 from thinwire.wire import packet
 from thinwire.wire.messages import Messages, Pending
@@ -57,6 +58,8 @@ class Case:
     sealed_by: int = SENDER
     """Ranks of a node pass on each other's answers from other nodes."""
     passed_on_to: tuple[int, ...] = ()
+    synchronize: bool = False
+    """Instead of a step."""
 
     @property
     def found(self) -> str:
@@ -133,8 +136,12 @@ def live_through(case: Case, rank: int) -> Seen:
     untouched = tamper(case) if rank == SENDER else lambda: None
     began = time.monotonic()
     try:
-        token_loss(model, rank, 9).backward()
-        optimizer.step()
+        if case.synchronize:
+            assert not optimizer.is_synchronized
+            optimizer.synchronize()
+        else:
+            token_loss(model, rank, 9).backward()
+            optimizer.step()
     except RuntimeError as error:
         seen.raised, seen.message = type(error).__name__, str(error)
     untouched()
@@ -158,6 +165,8 @@ def live_through_all(rank: int, world_size: int, cases: dict[str, Case]) -> dict
 
 DENSE: dict[str, Any] = {"optimizer": "OneBitAdam", "options": SIGNS}
 SKETCH: dict[str, Any] = {"optimizer": "SketchedAMSGrad"}
+LOCAL: dict[str, Any] = {"optimizer": "ZeroOneAdam", "options": VARIANCE}
+"""Its fifteenth step is a local one."""
 FLAT = {
     "a packet": Case(0, 0, "checksum"),
     "its last bit": Case(0, 2, "checksum", byte=-1),
@@ -174,6 +183,8 @@ FLAT = {
     "a sketch": Case(0, 0, "checksum", **SKETCH),
     "the mean of sketches": Case(1, 2, "checksum", **SKETCH),
     "values after a sketch": Case(0, 0, "checksum", occurrence=2, **SKETCH),
+    "signs of synchronize()": Case(0, 2, "checksum", **LOCAL, good_steps=15, synchronize=True),
+    "an answer of synchronize()": Case(1, 2, "checksum", **LOCAL, good_steps=15, synchronize=True),
     "the mean of values": Case(1, 0, "checksum", occurrence=2, **SKETCH),
     **{f"another {name}": Case(0, 0, name if name != "flags" else "greeting", header=name) for name in FIELDS},
     "another step in an answer": Case(1, 2, "step", header="step"),
@@ -188,7 +199,9 @@ NODES = {
     "a packet between nodes": Case(2, 3, "checksum", bucket=1),
     "an answer between nodes": Case(3, 3, "checksum", bucket=1, passed_on_to=(2,)),
     "dense floats between nodes": Case(0, 3, "checksum", **DENSE),
-    "gradients of a sketch": Case(0, 0, "checksum", **SKETCH, occurrence=2),
+    "gradients before a sketch": Case(0, 0, "checksum", **SKETCH),
+    "sketches of the node": Case(0, 0, "checksum", **SKETCH, occurrence=2),
+    "signs of synchronize()": Case(0, 3, "checksum", **LOCAL, good_steps=15, synchronize=True),
 }
 """Of two nodes of two ranks: rank 0 is in the same node as the sender, rank 3 works on the same slice."""
 
@@ -225,6 +238,17 @@ def test_every_rank_refuses_and_none_moves(flat: list[dict[str, Seen]], name: st
 @pytest.mark.parametrize("name", NODES)
 def test_in_nodes_too(nodes: list[dict[str, Seen]], name: str) -> None:
     check(nodes, name, NODES[name])
+
+
+def test_a_local_step_is_refused_by_the_node_and_others_hear_when_they_need_it() -> None:
+    """What does not leave a node is told to nobody else, until the connections close."""
+    assert LOCAL_STEPS[0] == 15
+    case = Case(0, 0, "checksum", **LOCAL, good_steps=14)
+    ranks = [seen["it"] for seen in run_nodes(live_through_all, 2, 2, {"it": case})]
+    assert [seen.raised for seen in ranks] == ["CorruptPacket", "CorruptPacket", "nothing", "nothing"]
+    assert [seen.again for seen in ranks] == ["CorruptPacket", "CorruptPacket", "PeerLost", "PeerLost"]
+    assert [seen.moved for seen in ranks] == [False, False, True, True]
+    assert max(seen.seconds for seen in ranks) < SOON
 
 
 NODE_OF = {1: 0, 2: 3}

@@ -44,6 +44,7 @@ EXCHANGING = {
     "answers of the node",
     "the word that all packets were right",
 }
+OF_NO_BUCKET = {"a connection", "a connection inside the node", "the word that all packets were right"}
 OF_ALL_RANKS = {"the agreement of all ranks", "connections between ranks", "the checksums of replicas"}
 
 
@@ -75,7 +76,7 @@ class Fault:
         return MARGIN + (self.timeout if self.timeout == SHORT else 0.0)
 
 
-EXITS = {"the agreement", "connections of nodes", "packets during backward", "apply", "the replica check"}
+EXITS = {"the agreement", "connections", "packets during backward", "apply", "the replica check"}
 """Stages after which the interpreters of the survivors are seen to exit."""
 
 
@@ -147,14 +148,19 @@ def aftermaths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Aftermath]
 
 
 def assert_lost(report: Report, stage: Stage) -> None:
-    """A PeerLost that says what it can, and that leaves nothing behind."""
+    """A PeerLost that says what it can, and leaves nothing behind."""
     assert report.raised == "PeerLost", report.traceback
     assert report.stage in EXCHANGING | OF_ALL_RANKS
     assert (report.stage in OF_ALL_RANKS) == stage.method.startswith(("gather", "private"))
     assert f"waiting for {report.stage}" in report.message
     assert report.step is None or f"step {report.step}" in report.message
     assert report.bucket is None or f"bucket {report.bucket}" in report.message
-    assert report.lanes == 0
+    assert_nothing_left(report, stage)
+
+
+def assert_nothing_left(report: Report, stage: Stage) -> None:
+    # A thread that makes connections, or asks a store that is frozen, is inside torch and cannot be called back.
+    assert report.threads == 0 or stage.method == "private_group"
     assert report.farewell < MARGIN
 
 
@@ -169,13 +175,10 @@ def test_survivors_notice_in_time(aftermaths: dict[str, Aftermath], name: str) -
         assert report.step in stage.noticed
         assert 0.0 < report.at - aftermath.struck < fault.bound(), f"rank {rank}: {report.message}"
         assert aftermath.ranks[rank].at - report.at < EXIT_SECONDS + MARGIN
-        assert (report.bucket is None) == (report.stage in OF_ALL_RANKS or report.stage in _OF_NO_BUCKET)
+        assert (report.bucket is None) == (report.stage in OF_ALL_RANKS | OF_NO_BUCKET)
     if not stage.method.startswith(("gather", "private")):
         assert any(stage.victim in report.ranks for report in survivors.values())
     assert aftermath.ranks[stage.victim].status == (-signal.SIGKILL if fault.blow is kill else 0)
-
-
-_OF_NO_BUCKET = {"a connection", "a connection inside the node", "the word that all packets were right"}
 
 
 @pytest.mark.parametrize("name", STOPS)
@@ -183,8 +186,7 @@ def test_a_rank_that_is_continued_finds_itself_alone(aftermaths: dict[str, After
     stage, aftermath = FAULTS[name].stage, aftermaths[name]
     report = aftermath.report(stage.victim)
     assert report.raised == "PeerLost", report.traceback
-    assert report.lanes == 0
-    assert report.farewell < MARGIN
+    assert_nothing_left(report, stage)
     last = max(ended.at for rank, ended in enumerate(aftermath.ranks) if rank != stage.victim)
     assert aftermath.ranks[stage.victim].at - last < SHORT + MARGIN + EXIT_SECONDS
 
@@ -196,7 +198,7 @@ def test_an_exception_in_a_lane_surfaces_in_step(aftermaths: dict[str, Aftermath
         report = aftermath.report(rank)
         assert report.where == "step"
         assert 0.0 < report.at - aftermath.struck < MARGIN
-        assert report.lanes == 0
+        assert report.threads == 0
         if rank == fault.stage.victim:
             assert report.raised == "RuntimeError"
             assert "no merging today" in report.message
@@ -217,7 +219,7 @@ def test_an_interrupted_rank_ends_at_once(aftermaths: dict[str, Aftermath], name
         report = aftermath.report(0)
         assert report.raised == "KeyboardInterrupt"
         assert report.at - aftermath.struck < MARGIN
-        assert report.lanes == 0
+        assert report.threads == 0
         assert report.farewell < MARGIN
     elif "SIGINT" in name:
         assert "KeyboardInterrupt" in interrupted.log

@@ -105,11 +105,14 @@ def slow_down(scene: Scene) -> None:
 
 
 def corrupt(scene: Scene) -> None:
-    """A bit of a packet is flipped on its way: nobody applies the step."""
+    """A bit of a packet is flipped on its way: nobody applies the step, unless the packet says it twice."""
     victims = scene.choose(1)
     scene.inflict(victims)
     victims[0].tell(f"corrupt {scene.random.random()}")
-    scene.expect_corruption()
+    if scene.corrupted_by(victims[0]) == "twice":
+        scene.expect_progress()
+    else:
+        scene.expect_corruption()
 
 
 def interrupt(scene: Scene) -> None:

@@ -18,8 +18,8 @@ from collections.abc import Callable
 from thinwire.cli.chaos.worker import LONGEST_REPORT, Line, Orders, main
 from thinwire.testbed.launcher import die_with
 
-# What ranks would import at their first step or checkpoint, over a second each.
-_IMPORTED_LATE = ("torch._dynamo", "torch.distributed.distributed_c10d")
+# Making any torch optimizer imports it, and that takes over a second.
+_IMPORTED_LATE = "torch._dynamo"
 
 
 def serve(control: socket.socket) -> tuple[Orders, Line] | None:
@@ -46,8 +46,7 @@ def serve(control: socket.socket) -> tuple[Orders, Line] | None:
 
 def run(play: Callable[[Orders, Line], None]) -> None:
     """Be the nursery of ranks that `play`."""
-    for module in _IMPORTED_LATE:
-        importlib.import_module(module)
+    importlib.import_module(_IMPORTED_LATE)
     # What all of them have in common is not theirs to collect: at its exit each would copy and go through all of it,
     # for a second of a core that the others need.
     gc.collect()

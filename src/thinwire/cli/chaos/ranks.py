@@ -60,8 +60,8 @@ class Rank:
     """Of the parameters after each step."""
     saved: int = 0
     """The step of its last checkpoint."""
-    corrupted: bool = False
-    """Whether it has sent a packet that was changed on its way."""
+    corrupted: str = ""
+    """What it has sent last that was changed on its way: something that goes "once", or "twice" over."""
     result: Result | None = None
     raised: Raised | None = None
     code: int | None = None
@@ -145,7 +145,7 @@ class Rank:
             case "saved":
                 self.saved = told["step"]
             case "corrupted":
-                self.corrupted = True
+                self.corrupted = "twice" if told["twice"] else "once"
             case "done":
                 self.result = Result(**told)
                 self.noticed_at = time.monotonic()

@@ -49,6 +49,8 @@ class Scene:
         """Note who is about to be hit; from now on time counts."""
         self.fault.victims = [rank.number for rank in victims]
         self.fault.step = max(rank.step for rank in self.ranks)
+        for rank in self.ranks:
+            rank.corrupted = ""
         self.begin_again()
 
     def begin_again(self) -> None:
@@ -73,6 +75,12 @@ class Scene:
     def expect_loss(self, ranks: Sequence[Rank]) -> None:
         """These ranks must raise `PeerLost`, and end by themselves in time."""
         self.expect_end(ranks, errors=("PeerLost",))
+
+    def corrupted_by(self, rank: Rank) -> str:
+        """What a rank has sent that was changed on its way, as soon as it has; empty if it was too late for that."""
+        while not (rank.corrupted or rank.result or self.incarnation.failed) and self._in_time():
+            self.incarnation.listen(_BLINK)
+        return rank.corrupted
 
     def expect_corruption(self) -> None:
         """All ranks must raise `CorruptPacket` in the same step, without having applied it, and end in time.

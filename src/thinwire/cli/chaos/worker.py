@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import faulthandler
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -205,19 +206,19 @@ def _corrupt_a_packet(draw: random.Random, line: Line) -> None:
     # The method of all groups in this process, and as it is in the class: got from it, it would no longer bind.
     bound = vars(dist.ProcessGroup)["send"]
     send = dist.ProcessGroup.send
-    passed, spoilt = 0, draw.randrange(_SPOILT_OF)
+    # Lanes send at the same time, and only one of them is to be hit.
+    packets, spoilt = itertools.count(), draw.randrange(_SPOILT_OF)
 
     def spoiling_send(group: dist.ProcessGroup, tensors: list[Tensor], *where: int) -> Any:
-        nonlocal passed
-        passed += 1
-        if passed <= spoilt:
+        if next(packets) != spoilt:
             return send(group, tensors, *where)
         dist.ProcessGroup.send = bound  # type: ignore[method-assign]
         # A copy: the sender's memory is right, as if its network card were at fault.
         packet = tensors[0].clone()
         octets = packet.view(-1).view(torch.uint8)
+        half = octets.numel() // 2
+        line.tell("corrupted", twice=octets[:half].equal(octets[half:]))
         octets[draw.randrange(octets.numel())] ^= 1 << draw.randrange(8)
-        line.tell("corrupted")
         return send(group, [packet], *where)
 
     dist.ProcessGroup.send = spoiling_send  # type: ignore[method-assign]

@@ -1,7 +1,7 @@
 """The shared library: where it is, what its functions take, and how tensors are handed to it.
 
-csrc/thinwire.h is the interface. `THINWIRE_NATIVE_LIBRARY` names another build of it, for `make sanitize`, whose kernels
-check every access; it must exist.
+csrc/thinwire.h is the interface. The environment variable `THINWIRE_NATIVE_LIBRARY` names another build of it, which
+must exist then: that of `make sanitize`, for example, whose kernels check every access.
 """
 
 from __future__ import annotations
