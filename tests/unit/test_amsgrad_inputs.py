@@ -70,8 +70,9 @@ def test_options_of_all_optimizers(optimizer: Any, option: dict[str, Any], expec
 @pytest.mark.parametrize("codec", ["sign", "topk"])
 def test_options_of_cd_adam(codec: str, option: dict[str, Any], expected: str) -> None:
     """Whether the codec would make use of it or not."""
+    options: dict[str, Any] = {"codec": codec, **option}
     with pytest.raises(ValueError, match=message(option, expected)):
-        thinwire.CDAdam(parameters(), **{"codec": codec, **option})
+        thinwire.CDAdam(parameters(), **options)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """What users install: the wheel with its kernels, the wheel of a machine without a compiler, and what both import.
 
 Wheels are built by the scikit-build-core, CMake and ninja of this environment (the `dev` extra has them), so nothing is
-downloaded. They are built from the working tree: a library that an editable install left there must not get into them. Its kernels
-are not optimised, which takes most of the time of a build and is not what these tests are about.
+downloaded. They are built from the working tree: a library that an editable install left there must not get into them.
+Kernels are not optimised, which takes most of the time of a build and is not what these tests are about.
 """
 
 from __future__ import annotations

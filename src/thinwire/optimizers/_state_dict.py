@@ -110,6 +110,11 @@ def _check_label(optimizer: WireOptimizer, group: dict[str, Any]) -> None:
             f"the state dict is of {buckets}, this optimizer has {_buckets(optimizer)}: what a rank keeps "
             "belongs to shards or slices of buckets, so resume with the bucket_mb that was saved"
         )
+    if rank != peers.rank and optimizer._kept.owned:
+        raise ValueError(
+            f"the state of rank {rank} is loaded on rank {peers.rank}: {own} keeps something for the shards that a "
+            "rank owns, and others have other shards. Save and load one state dict a rank, or use thinwire.checkpoint"
+        )
     if rank != peers.rank:
         _warn(f"the state of rank {rank} is loaded on rank {peers.rank}: save and load one state dict a rank")
     own_settings = optimizer._settings_text()
