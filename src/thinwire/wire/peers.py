@@ -118,12 +118,13 @@ class Peers:
         timeout = _timeout_of(self.group)
         outcome: futures.Future[Result] = futures.Future()
         thread = threading.Thread(target=_fulfil, args=(outcome, call), name="thinwire-reach", daemon=True)
-        thread.start()
         try:
+            thread.start()  # inside: Ctrl-C may come as soon as it runs
             return outcome.result(None if timeout is None else timeout.total_seconds() + _SOON)
         except BaseException as error:
             hang_up(self.group)  # nobody shall wait for this rank any more, nor its own thread for others
-            thread.join(_SOON)
+            if thread.is_alive():
+                thread.join(_SOON)
             # Errors of torch.distributed are RuntimeErrors, but not those two kinds.
             if isinstance(error, (NotImplementedError, RecursionError)):
                 raise
