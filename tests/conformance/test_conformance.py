@@ -81,9 +81,9 @@ class Grid:
         """As torchrun sets it."""
         return {"LOCAL_WORLD_SIZE": str(self.ranks)}
 
-    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
         """Every rank's result."""
-        return run_nodes(function, self.nodes, self.ranks, *args)
+        return run_nodes(function, self.nodes, self.ranks, *args, timeout=timeout)
 
 
 HIERARCHY = Grid(2, 2)

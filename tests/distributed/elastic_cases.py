@@ -208,14 +208,18 @@ def go_on(rank: int, world_size: int, change: Change, saved: list[Saved]) -> Tak
     return taken
 
 
+PATIENCE = 110.0
+"""Seconds: each of these runs is all cases in one, for many tests to look at."""
+
+
 @functools.cache
 def saved_by(grid: Grid) -> list[Saved]:
-    return grid.run(save, grid)
+    return grid.run(save, grid, timeout=PATIENCE)
 
 
 @functools.cache
 def taken_by(change: Change) -> list[Taken]:
-    return change.after.run(go_on, change, saved_by(change.before))
+    return change.after.run(go_on, change, saved_by(change.before), timeout=PATIENCE)
 
 
 # What came of it -----------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import mmap
 import os
 import subprocess
 import sys
@@ -62,7 +63,8 @@ def test_a_leak_of_this_process_is_seen() -> None:
     release = threading.Event()
     thread = threading.Thread(target=release.wait)
     thread.start()
-    memory = bytearray(os.urandom(1 << 24))
+    memory = mmap.mmap(-1, 1 << 24)  # not of what the process has freed before
+    memory.write(b"x" * len(memory))
     objects = [[] for _ in range(50_000)]
     after = look(2, before)
     release.set()

@@ -27,7 +27,7 @@ def kill(scene: Scene) -> None:
 
 
 def kill_while_starting(scene: Scene) -> None:
-    """The same before the first step, when ranks are still looking for each other, and torch is in charge."""
+    """The same before the first step, while ranks agree on what they are about to do, and load a checkpoint."""
     victims = scene.choose(1)
     scene.inflict(victims)
     victims[0].signal(signal.SIGKILL)

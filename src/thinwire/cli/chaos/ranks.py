@@ -54,6 +54,8 @@ class Rank:
     pid: int
     pidfd: int
     line: socket.socket
+    joined: bool = False
+    """Whether it has a process group."""
     restored: int | None = None
     """The step it goes on from; None while it starts."""
     digests: dict[int, str] = field(default_factory=dict)
@@ -137,6 +139,8 @@ class Rank:
     def hear(self, event: str, told: dict[str, Any]) -> None:
         """Take down what it tells."""
         match event:
+            case "joined":
+                self.joined = True
             case "ready":
                 self.restored = self.saved = told["step"]
                 self.digests[told["step"]] = told["digest"]

@@ -70,6 +70,11 @@ class Scene:
         while (left := deadline - time.monotonic()) > 0 and not self.incarnation.failed:
             self.incarnation.listen(left)
 
+    def wait_for_groups(self) -> None:
+        """Let ranks find each other. Until they have, torch takes five timeouts to notice that one is missing."""
+        while not all(rank.joined for rank in self.ranks) and not self.incarnation.failed and self._in_time():
+            self.incarnation.listen(_BLINK)
+
     # What must happen ------------------------------------------------------------------------------------------------
 
     def expect_loss(self, ranks: Sequence[Rank]) -> None:

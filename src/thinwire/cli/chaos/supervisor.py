@@ -19,9 +19,9 @@ from thinwire.cli.chaos.worker import Orders
 from thinwire.testbed import Testbed
 
 NO_FAULT = "no fault"
-# How soon faults follow the first step, or one another; and the forks, where they do not wait for the first step.
+# How soon faults follow the first step, or one another; or, if they do not wait for the first step, the process group.
 _PAUSE_SECONDS = (0.0, 1.0)
-_PAUSE_SECONDS_AT_START = (0.0, 0.5)
+_PAUSE_SECONDS_AT_START = (0.0, 0.3)
 # Then an episode may come to its end, and it is another optimizer's turn.
 _MOST_FAULTS = 6
 # An episode is given up when it has failed so often in a row although nobody did anything to it.
@@ -138,6 +138,7 @@ class Supervisor:
         kind = None if self._enough(most_faults) else self._next_kind(at_start=True)
         if kind is not None:
             scene = self._scene(episode, incarnation, kind)
+            scene.wait_for_groups()
             scene.wait(self._random.uniform(*_PAUSE_SECONDS_AT_START))
             self._inflict(scene)
             return False

@@ -127,6 +127,7 @@ def main(orders: Orders, line: Line) -> None:
             world_size=episode.ranks,
             timeout=timedelta(seconds=orders.timeout),
         )
+        line.tell("joined")
         run = _Run(orders, line)
         stage = "training"
         run.train()
