@@ -22,6 +22,8 @@ from tests.distributed.elastic_cases import (
 )
 from tests.distributed.stages import FREEZE, LOCAL_STEPS
 
+pytestmark = pytest.mark.timeout(300)  # the first test of a change waits for two runs of all cases
+
 BETA = 0.9
 
 

@@ -20,6 +20,8 @@ from tests.harness import run_ranks
 from tests.saved_states import SavedStates
 from thinwire.optimizers._elastic import SavedRun, adopt
 
+pytestmark = pytest.mark.timeout(300)  # the first test of a change waits for two runs of all cases
+
 # Some parameters have a gradient here and there ----------------------------------------------------------------------
 
 SHAPES = ((70,), (13, 10), (40,), (90,))
