@@ -17,7 +17,7 @@ from thinwire.cli.chaos.worker import Line, Orders
 from thinwire.errors import PeerLost
 
 STEP_SECONDS = 0.02
-PATIENCE_SECONDS = 1.0
+PATIENCE_SECONDS = 1.5
 
 
 class Actor:
