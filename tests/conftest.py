@@ -7,10 +7,14 @@ silently without effect under pytest 9.2 (pytest-dev/pytest-xdist#1386).
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
+
+# Triton reads it when it is imported, here and in the ranks that tests start: kernels for GPUs run on the CPU then.
+os.environ["TRITON_INTERPRET"] = "1"
 
 TOGETHER = {
     "tests/unit/test_packaging.py": "two wheels",

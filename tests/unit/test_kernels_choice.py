@@ -27,7 +27,7 @@ def no_wishes(monkeypatch: pytest.MonkeyPatch) -> None:
 def without_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """What an installation without a C++ compiler has found when it was imported."""
     monkeypatch.setattr(library, "_library", None)
-    monkeypatch.setattr(ops, "_said_so", False)
+    monkeypatch.setattr(ops, "_said", set())
 
 
 @needs_native
@@ -60,7 +60,7 @@ def test_another_build_that_is_not_there_is_no_reason_for_the_reference(
 
 def test_a_misspelt_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("THINWIRE_KERNELS", "natvie")
-    with pytest.raises(ValueError, match="THINWIRE_KERNELS='natvie': expected one of native, reference"):
+    with pytest.raises(ValueError, match="THINWIRE_KERNELS='natvie': expected one of native, reference, triton"):
         ops.backend(CPU)
 
 
@@ -74,7 +74,7 @@ def test_an_instruction_set_that_is_not_there_is_refused_and_changes_nothing(mon
 
 
 def test_other_devices_are_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="device 'meta': thinwire's kernels run on 'cpu'"):
+    with pytest.raises(ValueError, match="device 'meta': thinwire's kernels run on 'cpu' and 'cuda'"):
         ops.backend(torch.device("meta"))
 
 

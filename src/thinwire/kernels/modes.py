@@ -1,8 +1,21 @@
-"""What some kernels are told to do, as csrc/thinwire.h counts it."""
+"""What some kernels are told to do; numbers are as csrc/thinwire.h counts them."""
 
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass
+class Gate:
+    """Which parameters take a step, where only the device knows; kernels that find theirs closed write nothing."""
+
+    open: Tensor
+    """int32, one a parameter."""
+    parameter: int = 0
+    """Whose turn it is: changed between one kernel and the next, by the host that starts them."""
 
 
 class Say(enum.IntEnum):

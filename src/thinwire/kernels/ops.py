@@ -1,21 +1,26 @@
 """Which kernels run where.
 
-Two environment variables override the choice, for tests and for reports of trouble: `THINWIRE_KERNELS=reference` or
-`native`, and `THINWIRE_ISA=avx512`, `avx2`, `neon` or `plain` for the native ones.
+Two environment variables override the choice, for tests and for reports of trouble: `THINWIRE_KERNELS=reference`,
+`native` or `triton`, and `THINWIRE_ISA=avx512`, `avx2`, `neon` or `plain` for the native ones.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib
+import importlib.util
 import os
 import warnings
-from collections.abc import Callable
-from types import ModuleType
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from thinwire.kernels import native, reference
+from thinwire.kernels import native
+from thinwire.kernels.header import NONFINITE, Status
+from thinwire.kernels.modes import Gate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,39 +28,43 @@ class Kernels:
     """The operations that every backend offers; `thinwire.kernels.reference` documents each, signature included."""
 
     name: str
-    birder_encode: Callable[..., bool]
-    birder_direction: Callable[..., bool]
+    birder_encode: Callable[..., bool | None]
+    birder_direction: Callable[..., bool | None]
     mean: Callable[[Tensor, Tensor], None]
     roll_call: Callable[..., None]
     vote_bit: Callable[..., None]
     vote_count: Callable[..., None]
     adopt: Callable[..., None]
     birder_apply: Callable[..., None]
-    dense_encode: Callable[..., bool]
+    dense_encode: Callable[..., bool | None]
     dense_apply: Callable[..., None]
     step_apply: Callable[..., None]
-    adam_apply: Callable[..., float]
-    sign_encode: Callable[..., bool]
+    adam_apply: Callable[..., float | Tensor]
+    sign_encode: Callable[..., bool | None]
     sign_merge: Callable[..., None]
     sign_apply: Callable[..., None]
-    momentum_encode: Callable[..., bool]
+    momentum_encode: Callable[..., bool | None]
     lamb_measure: Callable[..., None]
     lamb_apply: Callable[..., None]
     onebit_lamb_measure: Callable[..., None]
-    markov_encode: Callable[..., bool]
+    markov_encode: Callable[..., bool | None]
     markov_merge: Callable[..., None]
-    markov_difference: Callable[..., bool]
+    markov_difference: Callable[..., bool | None]
     amsgrad_apply: Callable[..., None]
-    momentum_sum: Callable[..., bool]
+    momentum_sum: Callable[..., bool | None]
     sparse_amsgrad: Callable[..., None]
     top_k: Callable[[Tensor, Tensor, Tensor], None]
     sparse_add: Callable[..., bool]
     sketch_add: Callable[..., None]
     sketch_estimate: Callable[..., None]
     sketch_top_k: Callable[..., None]
-    square_sum: Callable[[Tensor], float]
+    square_sum: Callable[[Tensor], float | Tensor]
     precondition: Callable[..., None]
+    shard_scale: Callable[..., None]
+    forget: Callable[..., None]
     crc32c: Callable[..., int]
+    packet_seal: Callable[..., None]
+    packet_check: Callable[..., None]
 
     def any_of(self, rows: Tensor, byte: int, words: int, answer: Tensor, answer_byte: int) -> None:
         """The *or* of all rows: what a vote is where nobody is known to be alive."""
@@ -63,44 +72,153 @@ class Kernels:
             rows, byte, None, first_word=0, words=words, answer=answer, answer_byte=answer_byte, key=0, signal=None
         )
 
+    def on_device(self, status: Tensor, gate: Gate) -> Kernels:
+        """The same for an optimizer whose host does not wait: what is found is raised in `status`, and steps are taken
+        only by parameters whose gate is open."""
+        finding = {name: getattr(self, name) for name in _FINDING}
+        stepping = {name: getattr(self, name) for name in _STEPPING}
+        if self.name == "triton":
+            flags = status.view(torch.int32)[:1]
+            found = {name: functools.partial(operation, bad=flags) for name, operation in finding.items()}
+            taken = {name: functools.partial(operation, gate=gate) for name, operation in stepping.items()}
+        else:
+            found = {name: _raises(operation, status) for name, operation in finding.items()}
+            taken = {name: _gated(operation, gate, name) for name, operation in stepping.items()}
+        return dataclasses.replace(self, **found, **taken)
 
-def _table(name: str, module: ModuleType) -> Kernels:
-    operations = [field.name for field in dataclasses.fields(Kernels) if field.name != "name"]
-    return Kernels(name, **{operation: getattr(module, operation) for operation in operations})
+
+_FINDING = (
+    "birder_encode",
+    "birder_direction",
+    "dense_encode",
+    "sign_encode",
+    "momentum_encode",
+    "markov_encode",
+    "markov_difference",
+    "momentum_sum",
+)
+"""Operations that say True, or on a GPU raise `bad`, when a number is not finite."""
+_STEPPING = (
+    "adopt",
+    "birder_apply",
+    "dense_apply",
+    "step_apply",
+    "adam_apply",
+    "sign_apply",
+    "lamb_apply",
+    "amsgrad_apply",
+)
+"""Operations that take a step, or not."""
 
 
-BACKENDS = {"reference": _table("reference", reference), "native": _table("native", native)}
+def _raises(operation: Callable[..., bool], status: Tensor) -> Callable[..., None]:
+    """An operation of a backend on the host, as one on a device would be."""
 
-_REMEDY = "Install a C++ compiler (Debian: apt-get install g++) and then thinwire again."
-_said_so = False
+    def raising(*args: Any, **kwargs: Any) -> None:
+        if operation(*args, **kwargs):
+            status[Status.FLAGS] |= NONFINITE
+
+    return raising
+
+
+def _gated(operation: Callable[..., Any], gate: Gate, name: str) -> Callable[..., Any]:
+    """The same for one that steps."""
+
+    def gated(*args: Any, **kwargs: Any) -> Any:
+        if bool(gate.open[gate.parameter]):
+            return operation(*args, **kwargs)
+        if name == "amsgrad_apply":
+            runs, _, *rest = args
+            return operation(runs, None, *rest, **kwargs)  # what is told of a gradient is heard all the same
+        return None
+
+    return gated
+
+
+OPERATIONS = tuple(field.name for field in dataclasses.fields(Kernels) if field.name != "name")
+
+_LEFT_TO_TORCH = ("crc32c", "top_k", "sparse_add", "sparse_amsgrad", "sketch_add", "sketch_estimate", "sketch_top_k")
+"""Operations of which there is no Triton kernel: what they do to few elements, or in an order that only one thread
+keeps, torch does too. `crc32c` is the host's; a device checks packets by `packet_check`."""
+BACKENDS_OF = {
+    "reference": dict.fromkeys(OPERATIONS, "reference"),
+    "native": dict.fromkeys(OPERATIONS, "native"),
+    "triton": {name: "reference" if name in _LEFT_TO_TORCH else "triton" for name in OPERATIONS},
+}
+"""The one table: which module has the kernel of each operation, for every backend."""
+
+
+class _Backends(Mapping[str, Kernels]):
+    """The backends by name, each imported when it is asked for: without a GPU nobody needs Triton."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, Kernels] = {}
+
+    def __getitem__(self, name: str) -> Kernels:
+        if name not in self._made:
+            modules = {of: importlib.import_module(f"thinwire.kernels.{of}") for of in {*BACKENDS_OF[name].values()}}
+            kernels = {operation: getattr(modules[of], operation) for operation, of in BACKENDS_OF[name].items()}
+            self._made[name] = Kernels(name, **kernels)
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(BACKENDS_OF)
+
+    def __len__(self) -> int:
+        return len(BACKENDS_OF)
+
+
+BACKENDS = _Backends()
+
+_NO_COMPILER = (
+    "thinwire was installed without its native kernels and runs the torch reference, many times slower. ",
+    "Install a C++ compiler (Debian: apt-get install g++) and then thinwire again.",
+)
+_NO_TRITON = (
+    "Triton is not installed, and thinwire runs its torch reference on this GPU: it waits for the GPU many times a "
+    "step, and is many times slower. ",
+    "Install thinwire with the extra 'gpu', which brings it.",
+)
+_said: set[str] = set()
 
 
 def backend(device: torch.device) -> Kernels:
     """The kernels for tensors on `device`."""
-    if device.type != "cpu":
-        raise ValueError(f"parameters on device {str(device)!r}: thinwire's kernels run on 'cpu' so far")
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"parameters on device {str(device)!r}: thinwire's kernels run on 'cpu' and 'cuda'")
     wanted = os.environ.get("THINWIRE_KERNELS", "")
     if wanted and wanted not in BACKENDS:
         raise ValueError(f"THINWIRE_KERNELS={wanted!r}: expected one of {', '.join(sorted(BACKENDS))}")
-    if wanted != "reference" and not native.available():
-        if wanted == "native":
-            raise RuntimeError(f"THINWIRE_KERNELS=native, but {native.PATH} does not exist. {_REMEDY}")
-        _say_once_that_reference_runs()
-        wanted = "reference"
-    chosen = BACKENDS[wanted or "native"]
+    chosen = BACKENDS[(_for_cuda if device.type == "cuda" else _for_cpu)(wanted)]
     isa = os.environ.get("THINWIRE_ISA")
     if isa and chosen.name == "native":
         native.use_isa(isa)
     return chosen
 
 
-def _say_once_that_reference_runs() -> None:
-    global _said_so  # noqa: PLW0603 - once a process is once a module
-    if not _said_so:
-        _said_so = True
-        warnings.warn(
-            "thinwire was installed without its native kernels and runs the torch reference, many times slower. "
-            + _REMEDY,
-            RuntimeWarning,
-            stacklevel=3,
-        )
+def _for_cpu(wanted: str) -> str:
+    if wanted == "triton" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError("THINWIRE_KERNELS='triton' with parameters on the CPU: needs TRITON_INTERPRET=1, for tests")
+    if wanted in ("", "native") and not native.available():
+        if wanted:
+            raise RuntimeError(f"THINWIRE_KERNELS=native, but {native.PATH} does not exist. {_NO_COMPILER[1]}")
+        _say_once(*_NO_COMPILER)
+        return "reference"
+    return wanted or "native"
+
+
+def _for_cuda(wanted: str) -> str:
+    if wanted == "native":
+        raise ValueError("THINWIRE_KERNELS='native' with parameters on a GPU: expected 'triton' or 'reference'")
+    if wanted != "reference" and importlib.util.find_spec("triton") is None:
+        if wanted:
+            raise RuntimeError(f"THINWIRE_KERNELS=triton, but Triton is not installed. {_NO_TRITON[1]}")
+        _say_once(*_NO_TRITON)
+        return "reference"
+    return wanted or "triton"
+
+
+def _say_once(*what: str) -> None:
+    if what[0] not in _said:
+        _said.add(what[0])
+        warnings.warn("".join(what), RuntimeWarning, stacklevel=4)

@@ -21,9 +21,11 @@ from thinwire.kernels.native.dense import dense_apply, dense_encode, mean, squar
 from thinwire.kernels.native.lamb import lamb_apply, lamb_measure, onebit_lamb_measure
 from thinwire.kernels.native.library import PATH, available, isa, use_isa
 from thinwire.kernels.native.markov import markov_difference, markov_encode, markov_merge
+from thinwire.kernels.native.packets import packet_check, packet_seal
 from thinwire.kernels.native.sign import momentum_encode, sign_apply, sign_encode, sign_merge
 from thinwire.kernels.native.sketch import sketch_add, sketch_estimate, sketch_top_k
 from thinwire.kernels.native.top_k import sparse_add, top_k
+from thinwire.kernels.reference.shards import forget, shard_scale  # no more to them than a few numbers a shard
 
 __all__ = [
     "PATH",
@@ -37,6 +39,7 @@ __all__ = [
     "crc32c",
     "dense_apply",
     "dense_encode",
+    "forget",
     "isa",
     "lamb_apply",
     "lamb_measure",
@@ -47,8 +50,11 @@ __all__ = [
     "momentum_encode",
     "momentum_sum",
     "onebit_lamb_measure",
+    "packet_check",
+    "packet_seal",
     "precondition",
     "roll_call",
+    "shard_scale",
     "sign_apply",
     "sign_encode",
     "sign_merge",

@@ -48,7 +48,7 @@ def sign_merge(
     answer: Tensor,
     *,
     scales: Tensor,
-    last_scale: float,
+    last_scale: float | Tensor,
     sums: Tensor,
     shift: int,
 ) -> None:
@@ -62,7 +62,7 @@ def sign_merge(
         shift,
         answer.data_ptr(),
         scales.data_ptr(),
-        last_scale,
+        float(last_scale),
         sums.data_ptr(),
     )
 

@@ -33,6 +33,8 @@ from thinwire.kernels.reference.markov import (
     markov_encode,
     markov_merge,
 )
+from thinwire.kernels.reference.packets import packet_check, packet_seal
+from thinwire.kernels.reference.shards import forget, shard_scale
 from thinwire.kernels.reference.sign import momentum_encode, sign_apply, sign_encode, sign_merge, step_apply
 from thinwire.kernels.reference.sketch import hashes, sketch_add, sketch_estimate, sketch_top_k
 from thinwire.kernels.reference.top_k import sparse_add, top_k
@@ -48,6 +50,7 @@ __all__ = [
     "crc32c",
     "dense_apply",
     "dense_encode",
+    "forget",
     "hashes",
     "lamb_apply",
     "lamb_measure",
@@ -59,8 +62,11 @@ __all__ = [
     "momentum_sum",
     "onebit_lamb_measure",
     "pack",
+    "packet_check",
+    "packet_seal",
     "precondition",
     "roll_call",
+    "shard_scale",
     "sign_apply",
     "sign_encode",
     "sign_merge",

@@ -121,7 +121,7 @@ def momentum_sum(
     bad = False
     for run in each_run(runs):
         here = run.of_flat(shift)
-        gradient = torch.zeros(run.count)
+        gradient = torch.zeros(run.count, device=m.device)
         if grad is not None:
             gradient = flat(grad)[run.of_param].to(torch.float32) * scale
         wish = m[here] * beta + gradient * weight

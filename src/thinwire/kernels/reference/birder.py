@@ -39,7 +39,7 @@ def birder_encode(
         here = slice(run.element - shift, run.element - shift + 64 * run.words)
         if grad is not None:
             nonfinite |= _absorb(flat(grad)[run.of_param], m[here], b[here], beta, scale, amsgrad)
-        r = rng.uniform(key, torch.arange(run.element, run.element + 64 * run.words))
+        r = rng.uniform(key, torch.arange(run.element, run.element + 64 * run.words, device=m.device))
         votes = m[here].to(torch.float32) > r * (b[here].to(torch.float32) + eps)
         living = unpack(alive[run.element // 64 : run.element // 64 + run.words])
         hello = _life(m[here] if amsgrad else b[here], eps)
@@ -74,7 +74,7 @@ def birder_direction(
 
 def _absorb(grad: Tensor, m: Tensor, b: Tensor, beta: float, scale: float, amsgrad: bool) -> bool:
     """Birder's two averages, over whole words in place; elements whose gradient is not finite keep theirs."""
-    g = torch.zeros(m.numel())
+    g = torch.zeros(m.numel(), device=m.device)
     g[: grad.numel()] = grad
     g *= scale
     finite = g.isfinite()
@@ -93,7 +93,7 @@ def mean(rows: Tensor, out: Tensor) -> None:
     out.copy_(rows[0])
     for row in rows[1:]:
         out += row.to(torch.float32)
-    out *= torch.tensor(1.0) / rows.shape[0]
+    out *= float32(1.0) / rows.shape[0]
 
 
 def roll_call(
@@ -140,10 +140,10 @@ def vote_bit(
     """
     n = rows.shape[0]
     bits = torch.stack([unpack(words_at(row, byte, words)) for row in rows])
-    living = torch.zeros(64 * words, dtype=torch.bool)
+    living = torch.zeros(64 * words, dtype=torch.bool, device=rows.device)
     if alive is not None:
         living = unpack(alive[first_word : first_word + words])
-    elements = torch.arange(64 * first_word, 64 * (first_word + words))
+    elements = torch.arange(64 * first_word, 64 * (first_word + words), device=rows.device)
     low, high = torch.zeros_like(elements), torch.full_like(elements, n)
     level = 0
     while bool((high - low > 1).any()):
@@ -186,7 +186,7 @@ def _add_signal(bits: Tensor, living: Tensor, signal: Tensor | None) -> None:
     # The native kernels look at every 16th block of 4096 elements: a metric is worth no more than that.
     if signal is None:
         return
-    sampled = living & (torch.arange(living.numel()) // 4096 % 16 == 0)
+    sampled = living & (torch.arange(living.numel(), device=living.device) // 4096 % 16 == 0)
     signal[0] += (2 * bits.sum(0) - bits.shape[0]).abs()[sampled].sum()
     signal[1] += sampled.sum()
 
@@ -231,7 +231,7 @@ def birder_apply(
     (somebody loaded weights) is replaced by it first.
     """
     for run in each_run(runs):
-        counts = torch.zeros(run.count, dtype=torch.int64)
+        counts = torch.zeros(run.count, dtype=torch.int64, device=x.device)
         for plane in range(planes):
             votes = unpack(words_at(answers, run.byte + plane * run.plane_bytes, run.words))[: run.count]
             counts += votes.to(torch.int64) << plane

@@ -46,15 +46,15 @@ def _moved(remainders: Tensor, distance: int) -> Tensor:
     """What is left of remainders when so many bytes of zeros follow, looked up byte by byte."""
     moved = torch.zeros_like(remainders)
     for at, table in enumerate(_tables(distance)):
-        moved ^= table.index_select(0, (remainders >> 8 * at) & 0xFF)
+        moved ^= table.to(remainders.device).index_select(0, (remainders >> 8 * at) & 0xFF)
     return moved
 
 
 @cache
 def _tables(distance: int) -> Tensor:
     """For the four bytes of a remainder: what is left of each of their 256 values when so many zeros follow."""
-    factor, values = _power_of_x(8 * distance), torch.arange(256)
-    tables = torch.zeros((4, 256), dtype=torch.int64)
+    factor, values = _power_of_x(8 * distance), torch.arange(256, device="cpu")
+    tables = torch.zeros((4, 256), dtype=torch.int64, device="cpu")
     for bit in range(32):
         tables[bit // 8] ^= ((values >> bit % 8) & 1) * _product(1 << bit, factor)
     return tables

@@ -54,9 +54,9 @@ def markov_encode(
         here, words = known[run.of_flat(shift)], _own_words(run, said, shift)
         living = run.bits_of(alive)
         if mode == Say.RECALL:
-            meant, before = here.clone(), torch.zeros(run.count)
+            meant, before = here.clone(), torch.zeros(run.count, device=here.device)
         else:
-            meant, refused = _meant(run, grad, m, beta, weight, scale, shift)
+            meant, refused = _meant(run, grad, m, known, beta, weight, scale, shift)
             bad |= refused
             message = signed(unpack(words)[: run.count], sent_scales[run.shard])
             before = torch.where(run.bits_of(spoke), here + message, here)
@@ -124,7 +124,7 @@ def markov_difference(
     """
     bad = False
     for run in each_run(runs):
-        meant, refused = _meant(run, grad, m, beta, weight, scale, shift)
+        meant, refused = _meant(run, grad, m, known, beta, weight, scale, shift)
         change = meant - known[run.of_flat(shift)]
         fit = change.abs() < LIMIT
         c[run.of_flat(shift)] = torch.where(fit, change, 0.0)
@@ -139,11 +139,18 @@ def _own_words(run: Run, words: Tensor, shift: int) -> Tensor:
 
 
 def _meant(
-    run: Run, grad: Tensor | None, m: Tensor | None, beta: float, weight: float, scale: float, shift: int
+    run: Run,
+    grad: Tensor | None,
+    m: Tensor | None,
+    known: Tensor,
+    beta: float,
+    weight: float,
+    scale: float,
+    shift: int,
 ) -> tuple[Tensor, bool]:
     """The gradient, or the momentum with it, and whether the momentum refused an element of it."""
     if grad is None:
-        return torch.zeros(run.count) if m is None else m[run.of_flat(shift)], False
+        return torch.zeros(run.count, device=known.device) if m is None else m[run.of_flat(shift)], False
     g = flat(grad)[run.of_param].to(torch.float32) * scale
     if m is None:
         return g, False

@@ -66,7 +66,7 @@ def sign_merge(
     answer: Tensor,
     *,
     scales: Tensor,
-    last_scale: float,
+    last_scale: float | Tensor,
     sums: Tensor,
     shift: int,
 ) -> None:
@@ -82,7 +82,7 @@ def sign_merge(
         for row, scale in zip(rows[1:], scales[1:], strict=True):
             total = total + signed(run.bits_in(row), scale)
         here = y[run.of_flat(shift)]
-        here.copy_(total * share + without_sign(here, float32(last_scale)))
+        here.copy_(total * share + without_sign(here, float32(float(last_scale))))
         sums[i] = _write_signs(run, here, answer)
 
 

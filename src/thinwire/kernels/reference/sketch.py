@@ -17,7 +17,7 @@ PRIME = 2**31 - 1
 
 def hashes(coefficients: Tensor, elements: Tensor) -> Tensor:
     """The polynomial of each row, whose constant comes first, at each element: int64 `(rows, elements)`."""
-    h = torch.zeros((coefficients.shape[0], elements.numel()), dtype=torch.int64)
+    h = torch.zeros((coefficients.shape[0], elements.numel()), dtype=torch.int64, device=elements.device)
     for power in (3, 2, 1, 0):
         h = (h * elements + coefficients[:, power, None]) % PRIME
     return h
@@ -25,14 +25,16 @@ def hashes(coefficients: Tensor, elements: Tensor) -> Tensor:
 
 def sketch_add(values: Tensor, table: Tensor, coefficients: Tensor, *, first: int) -> None:
     """Add the values of the elements from `first` on to their cells, in the order of the elements."""
-    positive, columns = _places(table, coefficients, torch.arange(first, first + values.numel()))
+    positive, columns = _places(table, coefficients, torch.arange(first, first + values.numel(), device=values.device))
     for row, plus, column in zip(table, positive, columns, strict=True):
         add_in_order(row, column, signed(plus, values))
 
 
 def sketch_estimate(table: Tensor, values: Tensor, coefficients: Tensor, *, first: int, weight: float) -> None:
     """Add `weight` times the table's estimate of each element from `first` on to its value."""
-    values += _estimates(table, coefficients, torch.arange(first, first + values.numel())) * weight
+    values += (
+        _estimates(table, coefficients, torch.arange(first, first + values.numel(), device=values.device)) * weight
+    )
 
 
 def sketch_top_k(
@@ -44,7 +46,7 @@ def sketch_top_k(
     element `e` at `e`. `scratch` as of `top_k`.
     """
     assert scratch.numel() >= 2 * indices.numel()
-    elements = torch.cat([torch.arange(start, start + count) for start, count in ranges.tolist()])
+    elements = torch.cat([torch.arange(start, start + count, device=peak.device) for start, count in ranges.tolist()])
     keys = _estimates(table, coefficients, elements).abs() / root(peak[elements])
     indices.copy_(elements[largest(keys, indices.numel())])
 

@@ -58,13 +58,13 @@ def each_run(runs: Tensor) -> Iterator[Run]:
 
 def pack(bits: Tensor) -> Tensor:
     """Bools, a multiple of 64 of them, as int64 words."""
-    weights = torch.ones(64, dtype=torch.int64) << torch.arange(64)
+    weights = torch.ones(64, dtype=torch.int64, device=bits.device) << torch.arange(64, device=bits.device)
     return (bits.view(-1, 64).to(torch.int64) * weights).sum(1)
 
 
 def unpack(words: Tensor) -> Tensor:
     """The bools of int64 words."""
-    return ((words[:, None] >> torch.arange(64)) & 1).to(torch.bool).view(-1)
+    return ((words[:, None] >> torch.arange(64, device=words.device)) & 1).to(torch.bool).view(-1)
 
 
 def words_at(buffer: Tensor, byte: int, count: int) -> Tensor:
@@ -79,7 +79,7 @@ def flat(tensor: Tensor) -> Tensor:
 
 def float32(value: float) -> Tensor:
     """A number rounded to float32, whose products with others are rounded to float32 too."""
-    return torch.tensor(value, dtype=torch.float32)
+    return torch.tensor(value, dtype=torch.float32, device="cpu")  # of no dimensions: goes with all devices
 
 
 def root(values: Tensor) -> Tensor:
