@@ -17,6 +17,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from thinwire.kernels.modes import Scale
 from thinwire.optimizers._base import WireOptimizer
 
 
@@ -201,8 +202,11 @@ class _Watch:
                 "with overlap=False"
             )
 
-    def _scale(self) -> float:
-        return 1.0 if self._grad_scaler is None else 1.0 / self._grad_scaler.get_scale()
+    def _scale(self) -> Scale:
+        if self._grad_scaler is None or not self._grad_scaler.is_enabled():
+            return 1.0
+        scale = self._grad_scaler._scale
+        return 1.0 / self._grad_scaler.get_scale() if scale is None else self._optimizer._inverse(scale)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if self._overlap and self._grad_scaler is None and hasattr(optimizer, "found_inf"):
@@ -212,11 +216,15 @@ class _Watch:
             )
 
     def _after_step(self) -> None:
-        if self._optimizer._overflowed and self._grad_scaler is not None and self._grad_scaler.is_enabled():
+        if self._grad_scaler is not None and self._grad_scaler.is_enabled():
             # What is infinite on one rank is skipped by all, and their scales must go down together: the scaler sees
             # this rank's gradients only.
+            overflow = self._optimizer._overflow()
             for found in self._grad_scaler._found_inf_per_device(self._optimizer).values():
-                found.fill_(1.0)
+                if isinstance(overflow, Tensor):
+                    torch.maximum(found, overflow, out=found)
+                elif overflow:
+                    found.fill_(1.0)
         fewer = any(0 < seen < expected for seen, expected in zip(self._seen, self._expected, strict=True))
         self._steps_with_fewer = self._steps_with_fewer + 1 if fewer else 0
         if self._steps_with_fewer == _PATIENCE:

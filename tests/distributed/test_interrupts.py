@@ -132,8 +132,9 @@ def test_nothing_is_left(
         skip_unless_available()
     with running(arguments, tmp_path) as run:
         in_a_step(run)
+        # Chaos may be about to start ranks anew.
+        assert eventually(lambda: len(run.pids()) >= processes, seconds=60)
         pids = run.pids()
-        assert len(pids) >= processes
         assert (arguments is DEMO) == (namespaces_of(run.process.pid) == [])
         run.process.send_signal(number)
         said, _ = run.process.communicate(timeout=60)

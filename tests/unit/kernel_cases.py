@@ -34,6 +34,8 @@ FLOAT_PLANES = 4 * 8
 
 PATIENT = settings(deadline=None, max_examples=8 if SANITIZED else 40)  # a busy machine is no finding
 REFERENCE = ops.BACKENDS["reference"]
+ON_CPU = {name: ops.BACKENDS[name] for name in ("reference", "native")}
+"""The backends that are at home there."""
 
 
 ISAS = instruction_sets()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tests.unit.formulas import Array, double, sign_of
-from tests.unit.kernel_cases import ROOM, allocation, guarded, random
+from tests.unit.kernel_cases import ON_CPU, ROOM, allocation, guarded, random
 from thinwire.codecs import AddingCodec, Codec, Projection
 from thinwire.codecs.count_sketch import CountSketch
 from thinwire.codecs.dense import Floats
@@ -36,7 +36,7 @@ CODECS: dict[str, Callable[[Kernels], Codec]] = {
     "floats": lambda kernels: Floats(),
 }
 
-each_kernels = pytest.mark.parametrize("kernels", BACKENDS.values(), ids=BACKENDS)
+each_kernels = pytest.mark.parametrize("kernels", ON_CPU.values(), ids=ON_CPU)
 each_codec = pytest.mark.parametrize("name", CODECS)
 each_length = pytest.mark.parametrize("length", LENGTHS)
 
@@ -105,13 +105,13 @@ def test_an_encoding_depends_on_the_vector_alone(name: str, length: int) -> None
     """Not on the backend, nor on what an instance has encoded before."""
     values = vector(length)
     packets = []
-    for kernels in BACKENDS.values():
+    for kernels in ON_CPU.values():
         used = CODECS[name](kernels)
         for other in (1, 300, length):
             encoded(used, vector(other, seed=1))
         packets += [encoded(used, values), encoded(CODECS[name](kernels), values)]
     assert all(torch.equal(packet, packets[0]) for packet in packets)
-    decodings = [decoded(CODECS[name](kernels), packets[0], length) for kernels in BACKENDS.values()]
+    decodings = [decoded(CODECS[name](kernels), packets[0], length) for kernels in ON_CPU.values()]
     assert torch.equal(*decodings)
 
 

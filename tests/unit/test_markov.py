@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tests.unit.formulas import Array, sign_of
+from tests.unit.kernel_cases import ON_CPU
 from thinwire.codecs.sign import Sign
 from thinwire.codecs.topk import TopK
 from thinwire.kernels.ops import BACKENDS, Kernels
@@ -202,7 +203,7 @@ def whole(network: Network, *seed: int) -> Array:
 
 GRIDS = [(1, 1), (2, 1), (3, 1), (2, 2), (4, 1)]
 SCHEMES: dict[str, Make] = {"fused": fused(), "signs": general(), "top-k": general(ratio=0.1)}
-each_kernels = pytest.mark.parametrize("kernels", BACKENDS.values(), ids=BACKENDS)
+each_kernels = pytest.mark.parametrize("kernels", ON_CPU.values(), ids=ON_CPU)
 each_grid = pytest.mark.parametrize(("nodes", "ranks"), GRIDS)
 each_scheme = pytest.mark.parametrize("name", SCHEMES)
 

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+Scale = float | Tensor
+"""What gradients are multiplied by: a number or, where only the device knows it, a tensor of one."""
+
 
 @dataclass
 class Gate:

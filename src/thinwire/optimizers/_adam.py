@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from thinwire.kernels.modes import Scale
 from thinwire.optimizers._base import WireOptimizer
 from thinwire.optimizers._options import Unpack, WireOptions
 from thinwire.optimizers._state import LayerNumbers, State
@@ -74,6 +75,12 @@ class AdamLike(WireOptimizer):
         for numbers in self._layers:
             numbers.write()
 
+    def _take_back(self, updates: LayerNumbers, positions: Sequence[int]) -> None:
+        """Count one update less of some parameters."""
+        for position in positions:
+            updates.now[position] -= 1
+        updates.write()
+
 
 class AdamFamily(AdamLike):
     """Keeps Adam's `m` and `v`, and can exchange gradients as they are."""
@@ -83,8 +90,8 @@ class AdamFamily(AdamLike):
         return {"bucket_mb": self._bucket_mb}
 
     def _declare(self, layout: Layout) -> tuple[dict[str, Scheme], State]:
-        self._m = torch.zeros(layout.size, dtype=torch.float32)
-        self._v = torch.zeros(layout.size, dtype=torch.float32)
+        self._m = torch.zeros(layout.size, dtype=torch.float32, device=layout.device)
+        self._v = torch.zeros(layout.size, dtype=torch.float32, device=layout.device)
         state = State(whole={"m": self._m, "v": self._v})
         self._updates = self._layer_numbers("updates", state, layout, torch.int64)
         """How often each parameter has been updated, for bias correction."""
@@ -97,7 +104,9 @@ class AdamFamily(AdamLike):
         """Whether the step under way uses this channel."""
         return self._channel is self._channels.get(name)
 
-    def _local(self, position: int, part: Part, grad: Tensor | None, group: dict[str, Any], scale: float) -> bool:
+    def _local(
+        self, position: int, part: Part, grad: Tensor | None, group: dict[str, Any], scale: Scale
+    ) -> bool | None:
         return self._dense.encode(part, grad, signed(scale, group))
 
     def _apply_gradient(
@@ -193,7 +202,7 @@ def keep_signs(state: State, signs: ScaledSign) -> None:
         state.shards["answer_scale_before"] = signs.answer_scales_before
 
 
-def signed(scale: float, group: dict[str, Any]) -> float:
+def signed(scale: Scale, group: dict[str, Any]) -> Scale:
     """The factor of a gradient: negative to ascend."""
     return -scale if group["maximize"] else scale
 

@@ -22,14 +22,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import ParamsT
 
 from thinwire.kernels import ops
+from thinwire.kernels.modes import Scale
 from thinwire.metrics import Meter, Metrics
 from thinwire.optimizers import _state_dict
 from thinwire.optimizers._agreement import describe, require_agreement
 from thinwire.optimizers._inputs import LOW_PRECISION, check_dtypes, form_of, gradient_of, refuse_thawed
 from thinwire.optimizers._options import spelled_out
-from thinwire.optimizers._paper import LOCAL, Paper
+from thinwire.optimizers._paper import LOCAL
 from thinwire.optimizers._safety import ReplicaCheck, Skips
-from thinwire.optimizers._traffic import Channel, Link, Presence, Traffic
+from thinwire.optimizers._stream import Side, StreamTraffic
+from thinwire.optimizers._traffic import AnyTraffic, Channel, Link, Presence, Traffic
+from thinwire.optimizers._unseen import UnseenSteps
 from thinwire.wire import packet
 from thinwire.wire.buckets import Layout, bucket_elements, is_dense
 from thinwire.wire.exchange import Job
@@ -39,7 +42,7 @@ from thinwire.wire.peers import Peers
 from thinwire.wire.topology import Choice, choose
 
 
-class WireOptimizer(Paper):
+class WireOptimizer(UnseenSteps):
     """What all of thinwire's optimizers share; see the subclasses for use.
 
     The phases of `step()`:
@@ -55,8 +58,6 @@ class WireOptimizer(Paper):
     # GradScaler would otherwise decide a rank at a time whether step() is called, and the others would wait for ever.
     _step_supports_amp_scaling = True
     _built = False
-    _overflowed = False
-    """Whether a gradient was not finite in the last step, on any rank."""
 
     def __init_subclass__(cls) -> None:
         cls.__signature__ = spelled_out(cls.__init__, WireOptimizer.__init__)
@@ -86,7 +87,7 @@ class WireOptimizer(Paper):
         self._topology = choose(topology, mesh, self._peers)
         self._meter = Meter()
         self._step_count = torch.zeros((), dtype=torch.int64)
-        self._traffic: Traffic | None = None
+        self._traffic: AnyTraffic | None = None
         """Opened when all ranks have agreed, at the first step or by `attach`."""
         self._repeats = False
         self._names: dict[Tensor, str] = {}
@@ -149,7 +150,7 @@ class WireOptimizer(Paper):
         if len(devices) > 1:
             names = ", ".join(sorted(map(str, devices)))
             raise ValueError(f"parameters on devices {names}: an optimizer needs all its parameters on one device")
-        self._kernels = ops.backend(devices.pop() if devices else torch.device("cpu"))
+        device = devices.pop() if devices else torch.device("cpu")
         numels = [p.numel() for p, _ in held]
         topology = self._topology
         layout = Layout(
@@ -158,7 +159,11 @@ class WireOptimizer(Paper):
             bucket_elements(self._bucket_mb, sum(numels)),
             slices=topology.slices,
             own_slice=topology.own_slice,
+            device=device,
         )
+        self._side = Side.of(layout)
+        kernels = ops.backend(device)
+        self._kernels = kernels if self._side is None else self._side.bind(kernels)
         self._flat_params: list[Tensor] = [held[slot.index][0] for slot in layout.slots]
         """The parameters that take part, in the order of the flat space."""
         self._group_index = [held[slot.index][1] for slot in layout.slots]
@@ -199,7 +204,8 @@ class WireOptimizer(Paper):
         if self._topology.complaint is not None:
             raise ValueError(self._topology.complaint)
         if self._traffic is None:
-            self._traffic = Traffic(self._join())
+            link = self._join()
+            self._traffic = Traffic(link) if self._side is None else StreamTraffic(link, self._side)
 
     def _join(self) -> Link:
         group = self._peers.private_group(self._topology.slice_ranks())
@@ -241,10 +247,12 @@ class WireOptimizer(Paper):
             with torch.enable_grad():
                 loss = closure()
         scale = self._amp_scale()
+        self._refuse_what_devices_cannot(self.param_groups, self._layout.device)
         refuse_thawed(self._frozen)
         rest = [position for position, encoded in enumerate(self._encoded) if not encoded]
         gradients = [gradient_of(self._flat_params[position]) for position in rest]
         self._prepare()
+        self._learn()
         with self._open_traffic().whole_or_not_at_all():
             for position, grad in zip(rest, gradients, strict=True):
                 self._encode(position, grad, scale)
@@ -259,6 +267,7 @@ class WireOptimizer(Paper):
             else:
                 with self._meter.apply:
                     self._apply_all()
+                    self._turn(len(self._flat_params))
                     self._conclude()
             self._end_step()
             self._meter.steps += 1
@@ -266,22 +275,17 @@ class WireOptimizer(Paper):
             self._begin_step()
         for tell in self._after_step:
             tell()
-        if together:
+        if together and not self._is_unseen:
             self._skips.note(int(self._step_count), skipped=self._overflowed)
         self._replica_check.after(self, int(self._step_count))
         return loss
 
-    def _amp_scale(self) -> float:
-        # torch.amp.GradScaler leaves its scale in this attribute while it calls step(), None after unscale_().
-        scale: Tensor | None = getattr(self, "grad_scale", None)
-        return 1.0 if scale is None else 1.0 / float(scale)
-
-    def _encode_early(self, position: int, scale: float) -> None:
+    def _encode_early(self, position: int, scale: Scale) -> None:
         """Encode one parameter's gradient before `step()` asks for it. Called by `attach` during backward."""
         with self._open_traffic().whole_or_not_at_all():
             self._encode(position, gradient_of(self._flat_params[position]), scale)
 
-    def _encode(self, position: int, grad: Tensor | None, scale: float) -> None:
+    def _encode(self, position: int, grad: Tensor | None, scale: Scale) -> None:
         """Apply the local rule to one parameter, and give the lanes all buckets that are complete by now."""
         p = self._flat_params[position]
         if form_of(p) != self._forms[position]:
@@ -314,15 +318,15 @@ class WireOptimizer(Paper):
     def _node(self) -> Node | None:
         return self._open_traffic().link.node
 
-    def _open_traffic(self) -> Traffic:
+    def _open_traffic(self) -> AnyTraffic:
         assert self._traffic is not None, "step() and attach() prepare before anything is encoded"
         return self._traffic
 
-    def _encode_part(self, position: int, part: Part, grad: Tensor | None, group: dict[str, Any], scale: float) -> int:
+    def _encode_part(self, position: int, part: Part, grad: Tensor | None, group: dict[str, Any], scale: Scale) -> int:
         with self._meter.encode:
             return packet.NONFINITE if self._local(position, part, grad, group, scale) else 0
 
-    def _submit(self, traffic: Traffic, bucket: int) -> None:
+    def _submit(self, traffic: AnyTraffic, bucket: int) -> None:
         job = Job(self._channel.mail.frames[bucket], self._step_number, self._flags_sent)
         encode_mean = None
         if self._node is not None:
@@ -336,9 +340,14 @@ class WireOptimizer(Paper):
 
     def _wait(self) -> int:
         assert self._submitted == len(self._missing), "all buckets are under way"
+        traffic = self._open_traffic()
+        if isinstance(traffic, StreamTraffic) and self._side is not None and self._needs_no_host:
+            self._side.unseen = True
+            traffic.join()
+            return 0
         with self._meter.exposed_wait:
-            self._drain()
-        return self._open_traffic().flags_seen
+            traffic.drain()
+        return traffic.flags_seen
 
     def _finish_exchange(self) -> None:
         """End an exchange that backward has begun and no step() will end: all ranks send all of it, for nothing."""
@@ -359,6 +368,8 @@ class WireOptimizer(Paper):
 
     def _present(self) -> list[int]:
         """The positions of the parameters that have a gradient on some worker, as the answers say."""
+        if isinstance(self._traffic, StreamTraffic):
+            return self._present_on(self._traffic)
         mail = self._channel.mail
         present = [mail.read_presence(frame) for frame in mail.frames]
         return [
@@ -373,6 +384,7 @@ class WireOptimizer(Paper):
             dense = p if is_dense(p) else p.contiguous()
             master = self.state[p].get("master")
             x, low = (dense, None) if master is None else (master, dense)
+            self._turn(position)
             self._apply(position, parts, x, low, self._group_of(position))
             if dense is not p:
                 p.copy_(dense)
@@ -390,6 +402,7 @@ class WireOptimizer(Paper):
         return self._meter.read(mean_abs_vote=self._mean_abs_vote(), contraction=self._contraction())
 
     def _drain(self) -> None:
+        self._learn()
         if self._traffic is not None:
             self._traffic.drain()
 

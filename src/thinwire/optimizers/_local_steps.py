@@ -47,7 +47,7 @@ class LocalSteps(AdamFamily):
             return schemes, state
         self._signs = ScaledSign(layout, self._topology.node, self._kernels, self._error_dtype)
         keep_signs(state, self._signs)
-        state.whole["anchor"] = untouched_zeros(layout.size, torch.float32)
+        state.whole["anchor"] = untouched_zeros(layout.size, torch.float32, layout.device)
         self._own = Alone(self._m) if layout.slices == 1 else AmongNode(self._kernels)
         return {**schemes, SIGNS: self._signs, LOCAL: self._own}, state
 

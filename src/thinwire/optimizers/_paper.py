@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from thinwire.kernels.modes import Scale
 from thinwire.optimizers._state import State
 from thinwire.schemes import Scheme
 from thinwire.wire.buckets import Layout
@@ -47,7 +48,9 @@ class Paper(Optimizer, abc.ABC):
         """
 
     @abc.abstractmethod
-    def _local(self, position: int, part: Part, grad: Tensor | None, group: dict[str, Any], scale: float) -> bool:
+    def _local(
+        self, position: int, part: Part, grad: Tensor | None, group: dict[str, Any], scale: Scale
+    ) -> bool | None:
         """The local rule for a part of a parameter, given a gradient to be multiplied by `scale`.
 
         Writes what is sent for `part.up_runs` into the packets; returns whether the gradient was not finite. Without a

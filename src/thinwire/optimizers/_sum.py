@@ -9,7 +9,7 @@ from torch import Tensor
 
 from thinwire.codecs import AddingCodec
 from thinwire.kernels.ops import Kernels
-from thinwire.optimizers._traffic import Channel, Presence, Traffic
+from thinwire.optimizers._traffic import AnyTraffic, Channel, Presence
 from thinwire.schemes.dense import Dense
 from thinwire.wire.buckets import Layout, bucket_elements
 from thinwire.wire.exchange import Job
@@ -57,7 +57,7 @@ class Sum:
         self._channel = Channel(self._dense, layout, topology)
         self._node: Node | None = None
 
-    def exchange(self, traffic: Traffic, step: int, flags: int) -> int:
+    def exchange(self, traffic: AnyTraffic, step: int, flags: int) -> int:
         """Average over all ranks, which must all do so in this step; the flags seen."""
         link, mail = traffic.link, self._channel.mail
         if link.node_group is not None and self._node is None:

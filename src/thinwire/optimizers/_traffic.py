@@ -6,6 +6,7 @@ several, such as dense ones for its warm-up and signs afterwards; a step uses on
 
 from __future__ import annotations
 
+import abc
 import atexit
 import functools
 import weakref
@@ -27,6 +28,7 @@ from thinwire.wire.lane import Failure, Lane
 from thinwire.wire.mail import Frame, Mail, Part
 from thinwire.wire.messages import hang_up
 from thinwire.wire.node import Node
+from thinwire.wire.rounds import Rounds
 from thinwire.wire.topology import Topology
 
 
@@ -46,6 +48,7 @@ class Channel:
         self._topology = topology.within_node() if local else topology
         self.local = local
         self._exchange: Exchange | None = None
+        self._rounds: Rounds | None = None
         self.restore()
 
     def restore(self) -> None:
@@ -62,15 +65,23 @@ class Channel:
         empty = Layout([], self._layout.workers, 1, slices=self._layout.slices)
         self.mail = Mail(empty, self.scheme.payload, alone=True)
         self.scheme.learn(self.mail)
-        self._exchange = None
+        self._exchange = self._rounds = None
         self.released = True
 
     def exchange(self, link: Link) -> Exchange:
-        """Who sends and receives these packets."""
+        """Who sends and receives these packets, on the lanes of a CPU."""
         if self._exchange is None:
-            group = None if self.local else link.group
-            self._exchange = Exchange(self.mail, self._topology, group, link.kernels, link.meter)
+            self._exchange = Exchange(self.mail, self._topology, self._group(link), link.kernels, link.meter)
         return self._exchange
+
+    def rounds(self, link: Link, status: Tensor) -> Rounds:
+        """The same on a device."""
+        if self._rounds is None:
+            self._rounds = Rounds(self.mail, self._topology, self._group(link), link.kernels, link.meter, status)
+        return self._rounds
+
+    def _group(self, link: Link) -> dist.ProcessGroup | None:
+        return None if self.local else link.group
 
 
 @dataclass(frozen=True)
@@ -121,30 +132,23 @@ EncodeMean = Callable[[int, Part, Tensor | None], int]
 """Applies the local rule to a part of the parameter at some position, given the node's mean gradient; returns flags."""
 
 
-class Traffic:
-    """The buckets of one exchange after another, on three lanes."""
+class AnyTraffic(abc.ABC):
+    """The buckets of one exchange after another, by whatever way.
+
+    Args:
+        link: whom this rank is joined to.
+    """
 
     def __init__(self, link: Link) -> None:
-        groups = [group for group in (link.group, link.node_group) if group is not None]
-        # Other lanes may wait for ranks that are well, but will say nothing more: they have lost somebody too.
-        self._failure = Failure(then=[functools.partial(hang_up, group) for group in groups])
-        # Three, so that a bucket can be sent while others wait for packets, and others again for answers.
-        self._lanes = [Lane(threaded=link.threaded, failure=self._failure) for _ in range(3)]
-        self._sending, self._answering, self._collecting = self._lanes
         self.link = link
-        self._trip: _Trip | None = None
-        self._refusal: CorruptPacket | None = None
         self.flags_seen = 0
         """What any rank has raised in the exchange under way or just over."""
-        _open.add(self)
 
+    @abc.abstractmethod
     def begin(self, channel: Channel, node: Node | None, step: int) -> None:
         """Be ready for all packets of an exchange, and for what the ranks of the node have to tell each other."""
-        exchange = channel.exchange(self.link)
-        self._trip = _Trip(channel.scheme, channel.mail, exchange, node, channel.local)
-        self.flags_seen = 0
-        self._sending.submit(functools.partial(exchange.listen, step))
 
+    @abc.abstractmethod
     def submit(self, job: Job, presence: Presence, encode_mean: EncodeMean | None, *, gradients: bool) -> None:
         """Send a bucket on its way.
 
@@ -154,6 +158,64 @@ class Traffic:
             encode_mean: in a hierarchical topology, where the gradients of a node are averaged before they are encoded.
             gradients: whether there are any; else the state is encoded as it is.
         """
+
+    @abc.abstractmethod
+    def drain(self) -> None:
+        """Wait for all that is under way, so that nobody changes what others read.
+
+        Raises:
+            PeerLost: when a rank is dead, frozen or out of reach.
+            CorruptPacket: on all ranks, when one of them got a packet that it could not accept.
+            RuntimeError: when an exchange has failed for another reason. All of them now and ever after.
+        """
+
+    @abc.abstractmethod
+    def refuse(self) -> None:
+        """Stop because of a packet that was refused inside the node, if one was.
+
+        Raises:
+            CorruptPacket: saying which.
+        """
+
+    @abc.abstractmethod
+    def stop(self, cause: BaseException) -> None:
+        """Exchange nothing any more, and let the other ranks know; `drain` says why, ever after."""
+
+    @contextmanager
+    def whole_or_not_at_all(self) -> Iterator[None]:
+        """Let an exception in the midst of a step, such as Ctrl-C, be the end of this traffic: half a step is sent, and
+        whoever went on would apply what is left of it."""
+        try:
+            yield
+        except BaseException as error:
+            self.stop(error)
+            raise
+
+
+class Traffic(AnyTraffic):
+    """The buckets of one exchange after another, on three lanes."""
+
+    def __init__(self, link: Link) -> None:
+        super().__init__(link)
+        groups = [group for group in (link.group, link.node_group) if group is not None]
+        # Other lanes may wait for ranks that are well, but will say nothing more: they have lost somebody too.
+        self._failure = Failure(then=[functools.partial(hang_up, group) for group in groups])
+        # Three, so that a bucket can be sent while others wait for packets, and others again for answers.
+        self._lanes = [Lane(threaded=link.threaded, failure=self._failure) for _ in range(3)]
+        self._sending, self._answering, self._collecting = self._lanes
+        self._trip: _Trip | None = None
+        self._refusal: CorruptPacket | None = None
+        _open.add(self)
+
+    def begin(self, channel: Channel, node: Node | None, step: int) -> None:
+        """See `AnyTraffic`."""
+        exchange = channel.exchange(self.link)
+        self._trip = _Trip(channel.scheme, channel.mail, exchange, node, channel.local)
+        self.flags_seen = 0
+        self._sending.submit(functools.partial(exchange.listen, step))
+
+    def submit(self, job: Job, presence: Presence, encode_mean: EncodeMean | None, *, gradients: bool) -> None:
+        """See `AnyTraffic`."""
         assert self._trip is not None, "an exchange begins before its first bucket is complete"
         send = functools.partial(self._send, self._trip, job, presence)
         if self._trip.node is not None:
@@ -206,13 +268,7 @@ class Traffic:
                 self._refusal = trip.node.agree(job.step, self._refusal)
 
     def drain(self) -> None:
-        """Wait for what the lanes are at, so that nobody changes what they read.
-
-        Raises:
-            PeerLost: when a rank is dead, frozen or out of reach.
-            CorruptPacket: on all ranks, when one of them got a packet that it could not accept.
-            RuntimeError: when an exchange has failed for another reason. All of them now and ever after.
-        """
+        """See `AnyTraffic`."""
         try:
             for lane in self._lanes:
                 lane.drain()
@@ -231,28 +287,14 @@ class Traffic:
                 lane.close()
         self._failure.check()
 
-    @contextmanager
-    def whole_or_not_at_all(self) -> Iterator[None]:
-        """Let an exception in the midst of a step, such as Ctrl-C, be the end of this traffic: half a step is sent, and
-        whoever went on would apply what is left of it."""
-        try:
-            yield
-        except BaseException as error:
-            self.stop(error)
-            raise
-
     def refuse(self) -> None:
-        """Stop because of a packet that was refused inside the node, if one was.
-
-        Raises:
-            CorruptPacket: saying which.
-        """
+        """See `AnyTraffic`."""
         if self._refusal is not None:
             self.stop(self._refusal)
             self._failure.check()
 
     def stop(self, cause: BaseException) -> None:
-        """Exchange nothing any more, and let the other ranks know; `drain` says why, ever after."""
+        """See `AnyTraffic`."""
         self._failure.stop(cause)
         for lane in self._lanes:
             lane.close(_SOON)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from thinwire.kernels import rng
+from thinwire.kernels.modes import Scale
 from thinwire.optimizers._greeting import Greeting
 from thinwire.optimizers._inputs import check_seed
 from thinwire.optimizers._options import Unpack, WireOptions
@@ -125,7 +126,6 @@ class Birder(Greeting):
         self._amsgrad = amsgrad
         self._downlink: Downlink = downlink
         self._state_dtype = state_dtype
-        self._last_vote = math.nan
         defaults = {"lr": lr, "beta": beta, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults, **wire)
 
@@ -152,8 +152,8 @@ class Birder(Greeting):
         }
 
     def _declare(self, layout: Layout) -> tuple[dict[str, Scheme], State]:
-        self._m = torch.zeros(layout.own_size, dtype=self._state_dtype)
-        self._b = torch.zeros(layout.own_size, dtype=self._state_dtype)
+        self._m = torch.zeros(layout.own_size, dtype=self._state_dtype, device=layout.device)
+        self._b = torch.zeros(layout.own_size, dtype=self._state_dtype, device=layout.device)
         own = {"m": self._m, "b": self._b}
         self._votes: StochasticSign | None = None
         if not self._topology.compresses:
@@ -179,7 +179,13 @@ class Birder(Greeting):
     def _has_hellos(self) -> bool:
         return self._votes is not None
 
-    def _local(self, position: int, part: Part, grad: Tensor | None, group: dict[str, Any], scale: float) -> bool:
+    @property
+    def _needs_no_host(self) -> bool:
+        return not self._greets()
+
+    def _local(
+        self, position: int, part: Part, grad: Tensor | None, group: dict[str, Any], scale: Scale
+    ) -> bool | None:
         rule = {
             "beta": group["beta"],
             "eps": self._eps,
@@ -217,11 +223,11 @@ class Birder(Greeting):
     def _conclude(self) -> None:
         self._hear_everybody()
         if self._votes is not None:
-            self._last_vote = self._votes.mean_abs_vote()
+            self._votes.conclude()
 
     def _hear_everybody(self) -> None:
         if self._votes is not None:
             self._votes.adopt()
 
     def _mean_abs_vote(self) -> float:
-        return self._last_vote
+        return math.nan if self._votes is None else self._votes.mean_abs_vote()

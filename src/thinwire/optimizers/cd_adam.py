@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from thinwire.codecs.topk import TopK, check_ratio
-from thinwire.kernels.modes import Source
+from thinwire.kernels.modes import Scale, Source
 from thinwire.optimizers._adam import AdamLike, correction, root_correction, signed
 from thinwire.optimizers._greeting import Greeting
 from thinwire.optimizers._options import Unpack, WireOptions
@@ -152,7 +152,9 @@ class CDAdam(Greeting, AdamLike):
         }
 
     def _declare(self, layout: Layout) -> tuple[dict[str, Scheme], State]:
-        self._m, self._v, self._peak = (torch.zeros(layout.size, dtype=torch.float32) for _ in range(3))
+        self._m, self._v, self._peak = (
+            torch.zeros(layout.size, dtype=torch.float32, device=layout.device) for _ in range(3)
+        )
         state = State(whole={"m": self._m, "v": self._v, "peak": self._peak})
         self._updates = self._layer_numbers("updates", state, layout, torch.int64)
         self._average: Tensor | None = None
@@ -162,7 +164,9 @@ class CDAdam(Greeting, AdamLike):
             self._dense = Dense(self._kernels)
             return {"dense": self._dense}, state
         if self._compress == "momentum":
-            self._average = state.own["average"] = torch.zeros(layout.own_size, dtype=torch.float32)
+            self._average = state.own["average"] = torch.zeros(
+                layout.own_size, dtype=torch.float32, device=layout.device
+            )
         node = self._topology.node
         if self._codec == "topk":
             self._markov = Markov(layout, node, self._kernels, functools.partial(TopK, self._kernels, self._ratio))
@@ -197,7 +201,16 @@ class CDAdam(Greeting, AdamLike):
     def _has_hellos(self) -> bool:
         return self._signs is not None
 
-    def _local(self, position: int, part: Part, grad: Tensor | None, group: dict[str, Any], scale: float) -> bool:
+    @property
+    def _needs_no_host(self) -> bool:
+        return not self._greets() and self._codec == "sign"
+
+    def _not_taken(self, positions: Sequence[int]) -> None:
+        self._take_back(self._updates, positions)
+
+    def _local(
+        self, position: int, part: Part, grad: Tensor | None, group: dict[str, Any], scale: Scale
+    ) -> bool | None:
         scale = signed(scale, group)
         if self._markov is None:
             return self._dense.encode(part, grad, scale)

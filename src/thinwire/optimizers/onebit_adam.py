@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from thinwire.kernels.modes import Scale
 from thinwire.optimizers._adam import correction, signed
 from thinwire.optimizers._frozen import FrozenVariance
 from thinwire.optimizers._options import Unpack, WireOptions
@@ -116,7 +117,9 @@ class OneBitAdam(FrozenVariance):
             **wire,
         )
 
-    def _local(self, position: int, part: Part, grad: Tensor | None, group: dict[str, Any], scale: float) -> bool:
+    def _local(
+        self, position: int, part: Part, grad: Tensor | None, group: dict[str, Any], scale: Scale
+    ) -> bool | None:
         if not self._compressing:
             return super()._local(position, part, grad, group, scale)
         beta = group["betas"][0]

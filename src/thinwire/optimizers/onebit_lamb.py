@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from thinwire.kernels.modes import Scale
 from thinwire.optimizers._adam import correction, signed
 from thinwire.optimizers._frozen import FrozenVariance
 from thinwire.optimizers._options import Unpack, WireOptions
@@ -160,7 +161,7 @@ class OneBitLamb(FrozenVariance):
         self._follows = False
         """Whether w follows the gradients in this step: it takes two answers to tell one."""
         if self._topology.compresses:
-            self._w = untouched_zeros(layout.size, torch.float32)
+            self._w = untouched_zeros(layout.size, torch.float32, layout.device)
             state.whole["w"] = self._w
         return schemes, state
 
@@ -170,7 +171,9 @@ class OneBitLamb(FrozenVariance):
             self._follows = self._signs.has_before
         return flags
 
-    def _local(self, position: int, part: Part, grad: Tensor | None, group: dict[str, Any], scale: float) -> bool:
+    def _local(
+        self, position: int, part: Part, grad: Tensor | None, group: dict[str, Any], scale: Scale
+    ) -> bool | None:
         if not self._compressing:
             return super()._local(position, part, grad, group, scale)
         beta = group["betas"][0]

@@ -16,6 +16,7 @@ from torch.optim.optimizer import ParamsT
 from thinwire._checks import is_integer
 from thinwire.codecs.count_sketch import MAX_ELEMENTS, CountSketch
 from thinwire.codecs.dense import Floats
+from thinwire.kernels.modes import Scale
 from thinwire.optimizers._adam import AdamLike, signed
 from thinwire.optimizers._inputs import check_seed
 from thinwire.optimizers._options import Unpack, WireOptions
@@ -146,7 +147,9 @@ class SketchedAMSGrad(AdamLike):
             raise ValueError(f"k={k!r}: expected an integer from 1 to the number of parameters, {elements}")
         columns = max(64, math.ceil(elements / 50)) if self._columns is None else self._columns
         sketch = CountSketch(self._kernels, self._rows, columns, self._seed)
-        self._m, self._error, self._gradient = (torch.zeros(layout.own_size, dtype=torch.float32) for _ in range(3))
+        self._m, self._error, self._gradient = (
+            torch.zeros(layout.own_size, dtype=torch.float32, device=layout.device) for _ in range(3)
+        )
         self._v, self._peak = (torch.ones(layout.size, dtype=torch.float32) for _ in range(2))
         for position, slot in enumerate(layout.slots):
             for start in (self._v, self._peak):
@@ -178,7 +181,9 @@ class SketchedAMSGrad(AdamLike):
         if self._sketches is not None:
             self._sketches.packets[0].zero_()
 
-    def _local(self, position: int, part: Part, grad: Tensor | None, group: dict[str, Any], scale: float) -> bool:
+    def _local(
+        self, position: int, part: Part, grad: Tensor | None, group: dict[str, Any], scale: Scale
+    ) -> bool | None:
         lr, before, beta = self._rate_of(position), self._rates.now[position], group["betas"][0]
         return self._kernels.momentum_sum(
             part.up_runs,

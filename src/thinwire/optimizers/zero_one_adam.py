@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from thinwire._checks import MANY, is_integer
-from thinwire.kernels.modes import Output
+from thinwire.kernels.modes import Output, Scale
 from thinwire.optimizers._adam import DENSE, SIGNS, check_error_dtype, check_floor, correction, signed
 from thinwire.optimizers._intervals import local_interval, variance_steps
 from thinwire.optimizers._local_steps import ANCHORED, PRESENT, SMALLEST, LocalSteps
@@ -231,7 +231,9 @@ class ZeroOneAdam(LocalSteps):
         self._rates = [float(group["lr"]) * correction(group["betas"][0], self._step_number) for group in groups]
         self._decays = [1.0 - float(group["lr"]) * group["weight_decay"] for group in groups]
 
-    def _local(self, position: int, part: Part, grad: Tensor | None, group: dict[str, Any], scale: float) -> bool:
+    def _local(
+        self, position: int, part: Part, grad: Tensor | None, group: dict[str, Any], scale: Scale
+    ) -> bool | None:
         if self._on(DENSE):
             return super()._local(position, part, grad, group, scale)
         scale = signed(scale, group)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
 from thinwire.wire.buckets import WORD
 
-_PLACES = torch.arange(8, dtype=torch.uint8)
+
+@functools.cache
+def _places(device: torch.device) -> Tensor:
+    return torch.arange(8, dtype=torch.uint8, device=device)
 
 
 def words_for(flags: int) -> int:
@@ -17,12 +22,12 @@ def words_for(flags: int) -> int:
 
 def pack(flags: Tensor, into: Tensor) -> None:
     """Write flags into the bytes of whole words, flag `i` at bit `i` (little endian), and zeros behind the last."""
-    room = torch.zeros(into.numel(), 8, dtype=torch.uint8)
+    room = torch.zeros(into.numel(), 8, dtype=torch.uint8, device=into.device)
     room.view(-1)[: flags.numel()] = flags
-    torch.sum(room << _PLACES, 1, dtype=torch.uint8, out=into)
+    torch.sum(room << _places(into.device), 1, dtype=torch.uint8, out=into)
 
 
 def unpack(bits: Tensor, flags: int) -> Tensor:
     """The first `flags` flags of bytes in the last dimension, as bools."""
-    spread = bits.unsqueeze(-1).bitwise_right_shift(_PLACES).bitwise_and_(1)
+    spread = bits.unsqueeze(-1).bitwise_right_shift(_places(bits.device)).bitwise_and_(1)
     return spread.flatten(-2)[..., :flags].to(torch.bool)

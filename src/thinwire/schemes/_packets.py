@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 
 import torch
@@ -13,8 +12,6 @@ from thinwire.codecs.sign import Sign
 from thinwire.wire.buckets import WORD, Bucket, Layout
 from thinwire.wire.mail import WORD_BYTES, Frame, Mail, Payload
 from thinwire.wire.packet import HEADER_BYTES
-
-_SCALE = struct.Struct("<f")
 
 
 def payload_of(codec: Codec, more_words: Callable[[int], int] = lambda _: 0) -> Payload:
@@ -38,46 +35,48 @@ class SignPackets:
     def __init__(self, mail: Mail, codec: Sign, sums: int) -> None:
         self.mail = mail
         self._codec = codec
-        self.sums: list[Tensor] = []
+        device = mail.layout.device
+        parts = [part for parts in mail.parts for part in parts]
+        counts = [part.up_runs.shape[0] for part in parts]
+        self.all_sums = torch.zeros(sum(counts), sums, dtype=torch.float64, device=device)
+        self.sums = list(self.all_sums.split(counts))
         """For every part the sums of each of its runs."""
-        self._of_shard: list[list[Tensor]] = [[] for _ in range(mail.layout.shards)]
-        for part in (part for parts in mail.parts for part in parts):
-            of_part = torch.zeros(part.up_runs.shape[0], sums, dtype=torch.float64)
-            self.sums.append(of_part)
-            for run, number in enumerate(part.up_runs[:, 5].tolist()):
-                self._of_shard[number].append(of_part[run])
+        rows: list[list[int]] = [[] for _ in range(mail.layout.shards)]
+        numbers = [number for part in parts for number in part.up_runs[:, 5].tolist()]
+        for row, number in enumerate(numbers):
+            rows[number].append(row)
+        self.rows_of = [torch.tensor(of_shard, dtype=torch.int64, device=device) for of_shard in rows]
+        """For every shard of the model its rows of `all_sums`."""
         self.answers: list[tuple[Bucket, Tensor, Tensor]] = []
         """For every bucket the signs and scales of its answers, a row a shard."""
+        self._sent_scales: list[Tensor] = []
+        self._received_scales: list[Tensor] = []
         for frame in mail.frames:
-            payloads, length = frame.answers[:, HEADER_BYTES:], frame.bucket.shard_elements
-            self.answers.append((frame.bucket, codec.signs_of(payloads, length), codec.scales_of(payloads, length)))
-
-    def sums_of(self, number: int) -> list[list[float]]:
-        """The sums of all runs of a shard."""
-        return [of_run.tolist() for of_run in self._of_shard[number]]
+            length = frame.bucket.shard_elements
+            sent, received, answers = (
+                packets[:, HEADER_BYTES:] for packets in (frame.sent, frame.received, frame.answers)
+            )
+            self.answers.append((frame.bucket, codec.signs_of(answers, length), codec.scales_of(answers, length)))
+            self._sent_scales.append(codec.scales_of(sent, length))
+            self._received_scales.append(codec.scales_of(received, length))
 
     def received_scales(self, frame: Frame) -> Tensor:
         """The scale of what each worker has sent."""
-        return self._codec.scales_of(frame.received[:, HEADER_BYTES:], frame.bucket.shard_elements).contiguous()
+        return self._received_scales[frame.bucket.index].contiguous()
+
+    def sent_scale(self, frame: Frame, row: int) -> Tensor:
+        """Where the scale of a packet to be sent stands, as a view."""
+        return self._sent_scales[frame.bucket.index][row : row + 1]
+
+    def answer_scale(self, frame: Frame, shard: int) -> Tensor:
+        """Where the scale of an answer stands, as a view."""
+        return self.answers[frame.bucket.index][2][shard : shard + 1]
 
     def read_answers(self, scales: Tensor) -> None:
         """Put the scales of all answers into a table that has one for every shard."""
         for bucket, _, of_bucket in self.answers:
             number = bucket.shard_number(0)
             scales[number : number + bucket.shards] = of_bucket
-
-    def write_sent(self, frame: Frame, row: int, scale: float) -> None:
-        """Put a scale into a packet to be sent."""
-        at = frame.sent_at + row * frame.sent.shape[1] + self._scale_at(frame)
-        _SCALE.pack_into(self.mail.sent_memory, at, scale)
-
-    def write_answer(self, frame: Frame, shard: int, scale: float) -> None:
-        """Put a scale into an answer."""
-        at = frame.answers_at + shard * frame.answers.shape[1] + self._scale_at(frame)
-        _SCALE.pack_into(self.mail.answers_memory, at, scale)
-
-    def _scale_at(self, frame: Frame) -> int:
-        return HEADER_BYTES + self._codec.scale_at(frame.bucket.shard_elements)
 
 
 class OwnedRuns:
@@ -108,3 +107,5 @@ class OwnedRuns:
                     runs[bucket.index].append([piece.start, 0, piece.stop - piece.start, byte, 0, number])
                     self.positions[bucket.index].append(position)
         self.tables = [torch.tensor(of_bucket, dtype=torch.int64).view(-1, 6) for of_bucket in runs]
+        self.rows = [torch.arange(len(table), device=layout.device) for table in self.tables]
+        """All rows of a table of sums that has one a run."""

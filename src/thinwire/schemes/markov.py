@@ -16,7 +16,7 @@ from torch import Tensor
 
 from thinwire.codecs import Codec, Projection
 from thinwire.codecs.sign import Sign, add_signs
-from thinwire.kernels.modes import Say
+from thinwire.kernels.modes import Say, Scale
 from thinwire.kernels.ops import Kernels
 from thinwire.schemes import _bits as bits
 from thinwire.schemes._bits import words_for
@@ -56,14 +56,16 @@ class Markov:
         self._kernels = kernels
         self._up, self._down = codec(), codec()
         self._owned = OwnedRuns(layout, node)
-        self.known = untouched_zeros(layout.own_size, torch.float32)
+        self.known = untouched_zeros(layout.own_size, torch.float32, layout.device)
         """What the others know of this worker, of this rank's slices."""
-        self.mean = untouched_zeros(self._owned.size, torch.float32)
+        self.mean = untouched_zeros(self._owned.size, torch.float32, layout.device)
         """The mean of what is known of all workers, of the shards that this rank owns."""
-        self.followed = torch.zeros(layout.size, dtype=torch.float32)
+        self.followed = torch.zeros(layout.size, dtype=torch.float32, device=layout.device)
         """What everybody knows of that mean."""
-        self._difference = untouched_zeros(layout.own_size, torch.float32)
-        self._answer = torch.zeros(max((b.shard_elements for b in layout.buckets), default=0), dtype=torch.float32)
+        self._difference = untouched_zeros(layout.own_size, torch.float32, layout.device)
+        self._answer = torch.zeros(
+            max((b.shard_elements for b in layout.buckets), default=0), dtype=torch.float32, device=layout.device
+        )
         self._unsaid = _Share(layout.shards)
         self.payload = payload_of(self._up)
 
@@ -71,7 +73,7 @@ class Markov:
         """See `Scheme`."""
         self._frames = mail.frames
 
-    def encode(self, part: Part, grad: Tensor | None, m: Tensor | None, *, beta: float, scale: float) -> bool:
+    def encode(self, part: Part, grad: Tensor | None, m: Tensor | None, *, beta: float, scale: Scale) -> bool | None:
         """Take in a gradient, or with `m` let it into that momentum and take in this; whether it was not finite."""
         return self._kernels.markov_difference(
             part.up_runs,
@@ -92,7 +94,7 @@ class Markov:
         for row, shard in enumerate(bucket.own_shards):
             here = slice(first + row * length, first + (row + 1) * length)
             difference, packet = self._difference[here], _payload(frame.sent[row], self._up, length)
-            wanted = self._kernels.square_sum(difference)
+            wanted = float(self._kernels.square_sum(difference))
             self._up.encode(difference, packet)
             self._up.decode(packet, self.known[here])
             self._unsaid.note(bucket.shard_number(shard), wanted, wanted - self._up.square_sum(packet, length))
@@ -145,26 +147,27 @@ class MarkovSign:
     def __init__(self, layout: Layout, node: int, kernels: Kernels) -> None:
         self._kernels = kernels
         self._owned = OwnedRuns(layout, node)
-        self.known = untouched_zeros(layout.own_size, torch.float32)
+        self.known = untouched_zeros(layout.own_size, torch.float32, layout.device)
         """What the others knew of this worker before the last message, of this rank's slices."""
-        self.said = torch.zeros(layout.own_size // WORD, dtype=torch.int64)
+        self.said = torch.zeros(layout.own_size // WORD, dtype=torch.int64, device=layout.device)
         """The bits of the last message, a bit an element of this rank's slices."""
-        self._busy = torch.zeros(layout.own_size // WORD, dtype=torch.uint8)
+        self._busy = torch.zeros(layout.own_size // WORD, dtype=torch.uint8, device=layout.device)
         """Words of this rank's slices of which it means anything but zeros."""
-        self.sent_scales = torch.zeros(layout.shards, dtype=torch.float32)
-        self.mean = untouched_zeros(self._owned.size, torch.float32)
+        self.sent_scales = torch.zeros(layout.shards, dtype=torch.float32, device=layout.device)
+        self.mean = untouched_zeros(self._owned.size, torch.float32, layout.device)
         """The mean of what is known of all workers, of the shards that this rank owns."""
-        self.followed = torch.zeros(layout.size, dtype=torch.float32)
+        self.followed = torch.zeros(layout.size, dtype=torch.float32, device=layout.device)
         """What everybody knows of that mean."""
-        self.alive = torch.zeros(layout.size // WORD, dtype=torch.int64)
-        self.spoke = torch.zeros(layout.size // WORD, dtype=torch.int64)
+        self.alive = torch.zeros(layout.size // WORD, dtype=torch.int64, device=layout.device)
+        self.spoke = torch.zeros(layout.size // WORD, dtype=torch.int64, device=layout.device)
         """Who was alive at the last message, and not in a quiet word."""
-        self.heard = torch.zeros(layout.size // WORD, dtype=torch.int64)
+        self.heard = torch.zeros(layout.size // WORD, dtype=torch.int64, device=layout.device)
         """The same for the message that is under way, or has just been heard."""
-        self.answer_scales = torch.zeros(layout.shards, dtype=torch.float32)
+        self.answer_scales = torch.zeros(layout.shards, dtype=torch.float32, device=layout.device)
         self._mode = Say.ORDINARY
-        self._owner_sums = [torch.zeros(len(table), 3, dtype=torch.float64) for table in self._owned.tables]
-        self._unsaid = _Share(layout.shards)
+        self._owner_sums = [
+            torch.zeros(len(table), 3, dtype=torch.float64, device=layout.device) for table in self._owned.tables
+        ]
         self._codec = Sign(kernels)
         self.payload = payload_of(self._codec, words_for)
 
@@ -192,7 +195,7 @@ class MarkovSign:
         self.conclude()
         self.known.zero_()
 
-    def encode(self, part: Part, grad: Tensor | None, m: Tensor | None, *, beta: float, scale: float) -> bool:
+    def encode(self, part: Part, grad: Tensor | None, m: Tensor | None, *, beta: float, scale: Scale) -> bool | None:
         """Send a gradient, or with `m` let it into that momentum and send this; whether it was not finite."""
         return self._kernels.markov_encode(
             part.up_runs,
@@ -220,13 +223,9 @@ class MarkovSign:
         for row, shard in enumerate(bucket.own_shards):
             busy = self._busy[first + row * bucket.shard_words : first + (row + 1) * bucket.shard_words]
             bits.pack(busy, self._busy_of(frame.sent[row], bucket))
-            number = bucket.shard_number(shard)
-            sums = self._packets.sums_of(number)
-            scale = _scale(sums)
-            self._packets.write_sent(frame, row, scale)
-            self.sent_scales[number] = scale
-            wanted = math.fsum(of_run[1] for of_run in sums)
-            self._unsaid.note(number, wanted, wanted - scale * math.fsum(of_run[0] for of_run in sums))
+            number, packets = bucket.shard_number(shard), self._packets
+            to, also = packets.sent_scale(frame, row), self.sent_scales[number : number + 1]
+            self._kernels.shard_scale(packets.all_sums, packets.rows_of[number], to, also, length=0)
 
     def merge(self, frame: Frame, shard: int) -> None:
         """Answer with the scaled sign of the difference between the new mean and what everybody knows of it."""
@@ -238,7 +237,8 @@ class MarkovSign:
         words = slice(first, first + bucket.shard_words)
         busy = bits.unpack(self._busy_of(answer, bucket), bucket.shard_words)
         self.heard[words] = torch.where(busy, self.alive[words], 0)
-        _forget(self.mean, first - bucket.shift_of(self._owned.shards) // WORD, ~busy & (self.spoke[words] != 0))
+        fallen_quiet = ~busy & (self.spoke[words] != 0)
+        self._kernels.forget(self.mean, fallen_quiet, first=first - bucket.shift_of(self._owned.shards) // WORD)
         self._kernels.markov_merge(
             self._owned.tables[bucket.index],
             frame.received,
@@ -250,7 +250,8 @@ class MarkovSign:
             sums=sums,
             shift=bucket.shift_of(self._owned.shards),
         )
-        self._packets.write_answer(frame, shard, _scale(sums.tolist()))
+        to = self._packets.answer_scale(frame, shard)
+        self._kernels.shard_scale(sums, self._owned.rows[bucket.index], to, None, length=0)
 
     def hear(self) -> None:
         """Get to know the scales and the quiet words of all answers, when the whole exchange is done."""
@@ -261,10 +262,10 @@ class MarkovSign:
             busy = bits.unpack(self._busy_of(frame.answers, bucket), bucket.shard_words).flatten()
             self.heard[words] = torch.where(busy, self.alive[words], 0)
             fallen_quiet = ~busy & (self.spoke[words] != 0)
-            _forget(self.followed, bucket.first_word, fallen_quiet)
+            self._kernels.forget(self.followed, fallen_quiet, first=bucket.first_word)
             own = bucket.own_start // WORD - bucket.first_word
-            own_words = bucket.slice_elements // WORD
-            _forget(self.known, (bucket.own_start - bucket.state_shift) // WORD, fallen_quiet[own : own + own_words])
+            of_own = fallen_quiet[own : own + bucket.slice_elements // WORD]
+            self._kernels.forget(self.known, of_own, first=(bucket.own_start - bucket.state_shift) // WORD)
 
     def follow(self, part: Part) -> None:
         """Follow the answer for a part of a parameter that takes no step by it."""
@@ -280,7 +281,12 @@ class MarkovSign:
 
     def contraction(self) -> float:
         """‖c - C(c)‖²/‖c‖² for the differences c that this rank has sent last; NaN where there were none."""
-        return self._unsaid.read()
+        unsaid = _Share(len(self._packets.rows_of))
+        scales = self.sent_scales.tolist()
+        for number, (rows, scale) in enumerate(zip(self._packets.rows_of, scales, strict=True)):
+            magnitudes, wanted, _ = self._packets.all_sums[rows].sum(0).tolist()
+            unsaid.note(number, wanted, wanted - scale * magnitudes)
+        return unsaid.read()
 
     def _busy_at(self, bucket: Bucket) -> int:
         """The byte of a packet at which it says which words are not quiet."""
@@ -289,16 +295,3 @@ class MarkovSign:
     def _busy_of(self, packets: Tensor, bucket: Bucket) -> Tensor:
         at = self._busy_at(bucket)
         return packets[..., at : at + WORD_BYTES * words_for(bucket.shard_words)]
-
-
-def _forget(state: Tensor, first: int, words: Tensor) -> None:
-    """Set those words of a state, counted from its word `first` on, to zero."""
-    places = words.nonzero().flatten()
-    if places.numel():
-        state.view(-1, WORD).index_fill_(0, places + first, 0.0)
-
-
-def _scale(sums: list[list[float]]) -> float:
-    """The mean of |c| over who lives."""
-    living = sum(of_run[2] for of_run in sums)
-    return math.fsum(of_run[0] for of_run in sums) / living if living else 0.0

@@ -8,14 +8,13 @@ with, and whoever reads `c` next takes `e` on the way. docs/protocol.md has the 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from thinwire.codecs.sign import Sign
-from thinwire.kernels.modes import Output
+from thinwire.kernels.modes import Output, Scale
 from thinwire.kernels.ops import Kernels
 from thinwire.schemes._packets import OwnedRuns, SignPackets, payload_of
 from thinwire.wire.buckets import WORD, Layout
@@ -48,25 +47,27 @@ class ScaledSign:
         self._layout = layout
         self._kernels = kernels
         self._codec = Sign(kernels)
-        self.sent = untouched_zeros(layout.own_size, dtype) if memory is None else memory
+        self.sent = untouched_zeros(layout.own_size, dtype, layout.device) if memory is None else memory
         """`c` of this rank's slices, as it was sent last."""
         self._owned = OwnedRuns(layout, node)
-        self.sent_scales = torch.zeros(layout.shards, dtype=torch.float32)
-        self.answer_scales = torch.zeros(layout.shards, dtype=torch.float32)
-        self.answer = untouched_zeros(layout.size // WORD, torch.int64)
+        self.sent_scales = torch.zeros(layout.shards, dtype=torch.float32, device=layout.device)
+        self.answer_scales = torch.zeros(layout.shards, dtype=torch.float32, device=layout.device)
+        self.answer = untouched_zeros(layout.size // WORD, torch.int64, layout.device)
         """The signs of the last answer, the same on all ranks, and with `answer_scales` what they stand for."""
-        self.answered = untouched_zeros(self._owned.size, dtype)
+        self.answered = untouched_zeros(self._owned.size, dtype, layout.device)
         """`y` of the shards that this rank owns, as it was answered last."""
-        self.answer_before = untouched_zeros(layout.size // WORD, torch.int64) if remembers else None
+        self.answer_before = untouched_zeros(layout.size // WORD, torch.int64, layout.device) if remembers else None
         self.answer_scales_before = torch.zeros_like(self.answer_scales) if remembers else None
         self.payload = payload_of(self._codec)
-        self._owner_sums = [torch.zeros(len(table), 1, dtype=torch.float64) for table in self._owned.tables]
+        self._owner_sums = [
+            torch.zeros(len(table), 1, dtype=torch.float64, device=layout.device) for table in self._owned.tables
+        ]
 
     def learn(self, mail: Mail) -> None:
         """See `Scheme`."""
         self._packets = SignPackets(mail, self._codec, 1)
 
-    def encode(self, part: Part, grad: Tensor | None, *, beta: float, weight: float, scale: float) -> bool:
+    def encode(self, part: Part, grad: Tensor | None, *, beta: float, weight: float, scale: Scale) -> bool | None:
         """Send `beta` times the last answer plus `weight` times the scaled gradient; whether it was not finite."""
         return self._kernels.sign_encode(
             part.up_runs,
@@ -90,11 +91,11 @@ class ScaledSign:
         m: Tensor,
         *,
         beta: float,
-        scale: float,
+        scale: Scale,
         rate: float,
         packets: Tensor | None,
         output: Output,
-    ) -> bool:
+    ) -> bool | None:
         """Let the gradient into the momentum `m` and add `rate` times it to what is to be sent, now or later."""
         return self._kernels.momentum_encode(
             part.up_runs,
@@ -115,10 +116,14 @@ class ScaledSign:
     def seal(self, frame: Frame) -> None:
         """Add the scales."""
         for row, shard in enumerate(frame.bucket.own_shards):
-            number = frame.bucket.shard_number(shard)
-            scale = self._scale(number, self._packets.sums_of(number))
-            self._packets.write_sent(frame, row, scale)
-            self.sent_scales[number] = scale
+            number, packets = frame.bucket.shard_number(shard), self._packets
+            self._kernels.shard_scale(
+                packets.all_sums,
+                packets.rows_of[number],
+                packets.sent_scale(frame, row),
+                self.sent_scales[number : number + 1],
+                length=self._owned.lengths[number],
+            )
 
     def merge(self, frame: Frame, shard: int) -> None:
         """Answer with the scaled sign of the mean and of what the last answer left unsaid."""
@@ -131,15 +136,12 @@ class ScaledSign:
             self.answered,
             frame.answers[shard],
             scales=self._packets.received_scales(frame),
-            last_scale=float(self.answer_scales[number]),
+            last_scale=self.answer_scales[number : number + 1],
             sums=sums,
             shift=bucket.shift_of(self._owned.shards),
         )
-        self._packets.write_answer(frame, shard, self._scale(number, sums.tolist()))
-
-    def _scale(self, number: int, sums: list[list[float]]) -> float:
-        length = self._owned.lengths[number]
-        return math.sqrt(math.fsum(squares for (squares,) in sums) / length) if length else 0.0
+        to, length = self._packets.answer_scale(frame, shard), self._owned.lengths[number]
+        self._kernels.shard_scale(sums, self._owned.rows[bucket.index], to, None, length=length)
 
     def adopt(self) -> None:
         """Take the answers over from the packets, when the whole exchange is done."""

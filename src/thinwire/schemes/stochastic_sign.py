@@ -46,10 +46,11 @@ class StochasticSign:
         self.workers = layout.workers if downlink == "votes" else 0
         """How many votes an answer counts; 0 when it is a sign."""
         self.planes = planes = layout.workers.bit_length() if downlink == "votes" else 1
-        self.alive = torch.zeros(layout.size // WORD, dtype=torch.int64)
+        self.alive = torch.zeros(layout.size // WORD, dtype=torch.int64, device=layout.device)
         self._votes_of = layout.workers
         # Sum of |2c - n| over a sample of living coordinates, and their number.
-        self._signal = torch.zeros(2, dtype=torch.int64)
+        self._signal = torch.zeros(2, dtype=torch.int64, device=layout.device)
+        self._last_signal = torch.zeros_like(self._signal)
         self.payload = Payload(
             up_words=lambda shard_words: shard_words + _roll_words(shard_words),
             down_words=lambda shard_words: planes * shard_words + _roll_words(shard_words),
@@ -99,9 +100,13 @@ class StochasticSign:
         self._kernels.any_of(frame.received, up, _roll_words(words), answer, down)
 
     def mean_abs_vote(self) -> float:
-        """Mean |ū| over a sample of the coordinates that this rank has answered for since `begin_step`."""
-        total, coordinates = self._signal.tolist()
+        """Mean |ū| over a sample of the coordinates that this rank has answered for in the last step that was taken."""
+        total, coordinates = self._last_signal.tolist()
         return total / (self._votes_of * coordinates) if coordinates else math.nan
+
+    def conclude(self) -> None:
+        """Remember what votes were like, when a step has been taken."""
+        self._last_signal.copy_(self._signal)
 
     def adopt(self) -> None:
         """Bring the map of living coordinates up to date with the answers."""

@@ -118,11 +118,20 @@ class Layout:
         bucket_elements: the size of a bucket; rounded up so that shards are whole words.
         slices: how many slices a bucket is cut into.
         own_slice: the one that this rank works on.
+        device: where everything is that has an element for each of its own.
     """
 
     def __init__(
-        self, numels: Sequence[int], workers: int, bucket_elements: int, *, slices: int = 1, own_slice: int = 0
+        self,
+        numels: Sequence[int],
+        workers: int,
+        bucket_elements: int,
+        *,
+        slices: int = 1,
+        own_slice: int = 0,
+        device: torch.device | None = None,
     ) -> None:
+        self.device = device or torch.device("cpu")
         self.workers = workers
         self.slices = slices
         self._own_shards = range(own_slice * workers, (own_slice + 1) * workers)

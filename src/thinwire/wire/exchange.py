@@ -16,10 +16,11 @@ from thinwire.wire import packet
 from thinwire.wire.buckets import Layout
 from thinwire.wire.mail import Frame, Mail
 from thinwire.wire.messages import Messages, Pending, complete, waiting_for
-from thinwire.wire.packet import Packet
+from thinwire.wire.packet import Packet, refused_by
 from thinwire.wire.topology import Topology
 
-_COPIES = 2
+COPIES = 2
+"""Of a last word."""
 
 
 @dataclass
@@ -70,8 +71,8 @@ class Verdict:
         self._own = own
         self._layout = layout
         self._kernels = kernels
-        self._notes = torch.zeros(len(ranks), _COPIES * packet.HEADER_BYTES, dtype=torch.uint8)
-        self._packets = [[Packet(copy) for copy in note.view(_COPIES, -1)] for note in self._notes]
+        self._notes = torch.zeros(len(ranks), COPIES * packet.HEADER_BYTES, dtype=torch.uint8)
+        self._packets = [[Packet(copy) for copy in note.view(COPIES, -1)] for note in self._notes]
         self._tag = 2 * len(layout.buckets)
         self._due: Pending = []
 
@@ -121,11 +122,6 @@ class Verdict:
     def _header(self, step: int, member: int, flags: int) -> packet.Header:
         end, fingerprint = len(self._layout.buckets), self._layout.fingerprint
         return packet.Header(step, end, self._ranks[member], 0, fingerprint, flags)
-
-
-def refused_by(rank: int, step: int) -> CorruptPacket:
-    """What to say of a packet that another rank could not accept."""
-    return CorruptPacket(f"rank {rank} refused a packet of step {step}: its own error says why")
 
 
 class Exchange:

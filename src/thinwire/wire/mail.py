@@ -87,14 +87,17 @@ class Mail:
         self._element_bits = payload.element_bits
         self.one_room = payload.in_place and not alone
         """Whether all buckets are received in the same place, so that one must be answered before the next comes."""
-        self.answers = untouched_zeros(shards * sum(down for _, _, down, _ in geometry), torch.uint8)
+        self.answers = untouched_zeros(shards * sum(down for _, _, down, _ in geometry), torch.uint8, layout.device)
         up_sizes = [n * up for _, up, _, _ in geometry]
-        self.sent = self.answers if payload.in_place else untouched_zeros(sum(up_sizes), torch.uint8)
+        self.sent = self.answers if payload.in_place else untouched_zeros(sum(up_sizes), torch.uint8, layout.device)
         # A worker without peers reads what it has "sent".
         room = max(up_sizes, default=0) if payload.in_place else sum(up_sizes)
-        self._received = self.sent if alone else untouched_zeros(room, torch.uint8)
-        self.sent_memory = memory_of(self.sent)
-        self.answers_memory = memory_of(self.answers)
+        self._received = self.sent if alone else untouched_zeros(room, torch.uint8, layout.device)
+        on_host = layout.device.type == "cpu"
+        self.sent_memory = memory_of(self.sent) if on_host else memoryview(b"")
+        self.answers_memory = memory_of(self.answers) if on_host else memoryview(b"")
+        self._filled: list[int | None] = [None] * len(geometry)
+        self._overwritten = payload.in_place
         self.frames: list[Frame] = []
         sent_at = answers_at = 0
         for bucket, up, down, presence in geometry:
@@ -161,6 +164,17 @@ class Mail:
         for row in range(frame.sent.shape[0]):
             at = frame.sent_at + row * size + frame.up_presence
             self.sent_memory[at : at + len(data)] = data
+
+    def fill_presence(self, frame: Frame, bits: int) -> None:
+        """The same for packets on a device, which a host can only fill with numbers."""
+        if self._filled[frame.bucket.index] == bits and not self._overwritten:
+            return  # as a rule: what has a gradient in one step has one in the next
+        self._filled[frame.bucket.index] = bits
+        at = slice(frame.up_presence, frame.up_presence + WORD_BYTES * frame.presence_words)
+        words = frame.sent[:, at].view(torch.int64)
+        for i in range(frame.presence_words):
+            value = bits >> WORD * i & (1 << WORD) - 1
+            words[:, i] = value - (1 << WORD) if value >> WORD - 1 else value
 
     def read_presence(self, frame: Frame) -> int:
         """Which parameters of a bucket have a gradient on some worker; every owner's answer says the same."""

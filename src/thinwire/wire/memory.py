@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 
-def untouched_zeros(elements: int, dtype: torch.dtype) -> Tensor:
+def untouched_zeros(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """As torch.zeros, which writes all of them: for what one stage of an optimizer needs and another does not.
 
-    The system gives out pages of zeros as they are first written, and takes all of them back with the tensor.
+    The system gives out pages of zeros as they are first written, and takes all of them back with the tensor. A GPU has
+    no such pages: there they are zeros from the start.
     """
-    if not elements:
-        return torch.zeros(0, dtype=dtype)
+    if not elements or device.type != "cpu":
+        return torch.zeros(elements, dtype=dtype, device=device)
     private = {} if not hasattr(mmap, "MAP_PRIVATE") else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
     return torch.frombuffer(mmap.mmap(-1, elements * dtype.itemsize, **private), dtype=dtype)
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.errors import CorruptPacket
+from thinwire.kernels.modes import Scale
 from thinwire.kernels.ops import Kernels
 from thinwire.metrics import Meter
 from thinwire.wire import packet
@@ -101,7 +102,7 @@ class Node:
             )
             at += n * size
 
-    def stage(self, position: int, bucket: Bucket, grad: Tensor | None, scale: float) -> None:
+    def stage(self, position: int, bucket: Bucket, grad: Tensor | None, scale: Scale) -> None:
         """Take in a part of a parameter's gradient times `scale`; zeros for none."""
         slot = self._layout.slots[position]
         values = self._rows[bucket.index].values
@@ -115,7 +116,8 @@ class Node:
                     flat = grad.detach().as_strided((grad.numel(),), (1,))  # it has a graph after create_graph=True
                     here = flat[start - slot.start : stop - slot.start]
                     # Multiplied in float32 and rounded once, whatever crosses the link.
-                    to.copy_(here if scale == 1.0 else here.float() * scale)
+                    unscaled = not isinstance(scale, Tensor) and scale == 1.0
+                    to.copy_(here if unscaled else here.float() * scale)
 
     def scatter(self, job: Job, presence: int) -> int:
         """Give every rank of the node its slice of a bucket; the presence bits of all of them together."""

@@ -7,28 +7,23 @@ would bits that a network card, a cable or a memory has changed: TCP's own check
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from thinwire.errors import CorruptPacket
+from thinwire.kernels.header import CHECKED, CHECKSUM_FORMAT, FIELDS_FORMAT, HEARD, MAGIC, VERSION, Status
+from thinwire.kernels.header import GREETING as GREETING
+from thinwire.kernels.header import HEADER_BYTES as HEADER_BYTES
+from thinwire.kernels.header import NONFINITE as NONFINITE
+from thinwire.kernels.header import REFUSED as REFUSED
+from thinwire.kernels.header import SYNCHRONIZE as SYNCHRONIZE
 from thinwire.kernels.ops import Kernels
 from thinwire.wire.memory import memory_of
 
-MAGIC = 0x5754  # "TW" in memory
-VERSION = 2
-_CHECKSUM = struct.Struct("<I")
-_REST = struct.Struct("<HHHHQIII")
-HEADER_BYTES = _CHECKSUM.size + _REST.size
-
-NONFINITE = 1
-"""A gradient of the sender was not finite: nobody takes this step."""
-REFUSED = 2
-"""The sender got a packet that it could not accept: everybody stops."""
-GREETING = 4
-"""The bits say which coordinates live, not which way they vote."""
-SYNCHRONIZE = 8
-"""An exchange by itself, outside of any step."""
+_CHECKSUM = struct.Struct(CHECKSUM_FORMAT)
+_REST = struct.Struct(FIELDS_FORMAT)
 
 _HINTS = {
     "checksum": ": it is not as it was sent. Look for a faulty cable, network card or memory",
@@ -75,17 +70,34 @@ class Header:
         """
         (checksum,) = _CHECKSUM.unpack_from(packet.memory)
         magic, version, flags, *fields = _REST.unpack_from(packet.memory, _CHECKSUM.size)
-        # The checksum first, because the rest means nothing without it. What kind of an exchange it is last: whoever
-        # differs in the step may differ in that for the same reason.
-        names = ("checksum", "magic", "version", "sender", "step", "bucket", "length", "layout")
         received = (checksum, magic, version, *fields, flags & GREETING, flags & SYNCHRONIZE)
         own = (self.sender, self.step, self.bucket, self.length, self.layout)
         due = (kernels.crc32c(packet.body), MAGIC, VERSION, *own)
         wanted = (*due, self.flags & GREETING, self.flags & SYNCHRONIZE)
-        for name, got, want in zip((*names, "greeting", "synchronize"), received, wanted, strict=True):
+        for name, got, want in zip(CHECKED, received, wanted, strict=True):
             if got != want:
-                raise CorruptPacket(
-                    f"packet from rank {self.sender} for step {self.step}, bucket {self.bucket}: "
-                    f"{name} is {got}, expected {want}{_HINTS.get(name, '')}"
-                )
+                raise _unexpected(self.sender, self.step, self.bucket, name, got, want)
         return flags
+
+
+def _unexpected(sender: int, step: int, bucket: int, name: str, got: int, want: int) -> CorruptPacket:
+    return CorruptPacket(
+        f"packet from rank {sender} for step {step}, bucket {bucket}: {name} is {got}, expected "
+        f"{want}{_HINTS.get(name, '')}"
+    )
+
+
+def refused_by(rank: int, step: int) -> CorruptPacket:
+    """What to say of a packet that another rank could not accept."""
+    return CorruptPacket(f"rank {rank} refused a packet of step {step}: its own error says why")
+
+
+def refusal_in(status: Sequence[int]) -> CorruptPacket | None:
+    """What a device has refused, if anything, told from the words of its status."""
+    code = status[Status.CODE]
+    if not code:
+        return None
+    sender, step, bucket = status[Status.SENDER], status[Status.STEP], status[Status.BUCKET]
+    if code == HEARD:
+        return refused_by(sender, step)
+    return _unexpected(sender, step, bucket, CHECKED[code - 1], status[Status.GOT], status[Status.WANT])

@@ -94,7 +94,7 @@ class Peers:
         if self.group is None or len(members) == 1:
             return None
         ranks = self.ranks()
-        timeout, backend = _timeout_of(self.group), dist.get_backend_config(self.group)
+        timeout, backend = timeout_of(self.group), dist.get_backend_config(self.group)
 
         def connect() -> object:
             return dist.new_group(
@@ -115,7 +115,7 @@ class Peers:
         It does so on a thread: inside torch no Ctrl-C gets to it, and no timeout if the rendezvous is out of reach.
         """
         assert self.group is not None, "there are other ranks"
-        timeout = _timeout_of(self.group)
+        timeout = timeout_of(self.group)
         outcome: futures.Future[Result] = futures.Future()
         thread = threading.Thread(target=_fulfil, args=(outcome, call), name="thinwire-reach", daemon=True)
         try:
@@ -149,7 +149,8 @@ def _refuse_forgotten_group() -> None:
         )
 
 
-def _timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:
+def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:
+    """How long members of a group wait for each other, if that can be told."""
     # new_group() forgets the timeout that the user gave to init_process_group(); only the backend remembers it.
     try:
         options = group._get_backend(torch.device("cpu")).options

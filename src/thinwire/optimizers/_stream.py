@@ -1,0 +1,172 @@
+"""What becomes of a bucket on a device: the host says once in which order, and the device does it on a side stream.
+
+    encode → round 1 → vote → round 2 → ready
+
+How an exchange went is in a report, which kernels read on the device. The host reads it as well: at once if it has
+something to decide, or else during the next step, when it has long been there.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NoReturn
+
+from torch import Tensor
+
+from thinwire.errors import CorruptPacket, PeerLost
+from thinwire.kernels.ops import Kernels
+from thinwire.optimizers._traffic import AnyTraffic, Channel, EncodeMean, Link, Presence
+from thinwire.schemes import Scheme
+from thinwire.wire.buckets import Layout
+from thinwire.wire.exchange import Job
+from thinwire.wire.lane import Failure
+from thinwire.wire.mail import Frame, Mail
+from thinwire.wire.messages import hang_up
+from thinwire.wire.node import Node
+from thinwire.wire.peers import timeout_of
+from thinwire.wire.report import Findings, Report
+from thinwire.wire.rounds import Rounds
+from thinwire.wire.streams import Mark, Streams, streams_of, wait_for
+
+
+class Side:
+    """The side of a device on which exchanges are made.
+
+    Args:
+        streams: in which order.
+        layout: of what.
+    """
+
+    def __init__(self, streams: Streams, layout: Layout) -> None:
+        self.streams = streams
+        self.report = Report(layout)
+        self.unseen = False
+        """Whether the step under way is left to the device, and all that it depends on."""
+
+    @classmethod
+    def of(cls, layout: Layout) -> Side | None:
+        """That of the device of a layout; None for a CPU, which has lanes instead."""
+        streams = streams_of(layout.device)
+        return None if streams is None else cls(streams, layout)
+
+    def bind(self, kernels: Kernels) -> Kernels:
+        """Kernels that tell the report what they find, and ask it whether to step."""
+        return kernels.on_device(self.report.status, self.report.gate)
+
+
+@dataclass(frozen=True)
+class _Trip:
+    """What the buckets of one exchange need on their way."""
+
+    scheme: Scheme
+    mail: Mail
+    rounds: Rounds
+
+
+@dataclass(frozen=True)
+class _Reported:
+    """A report that is on its way to the host."""
+
+    step: int
+    slot: Tensor
+    mark: Mark
+
+
+class StreamTraffic(AnyTraffic):
+    """The buckets of one exchange after another, on a side stream.
+
+    Args:
+        link: whom this rank is joined to.
+        side: of its device.
+    """
+
+    def __init__(self, link: Link, side: Side) -> None:
+        super().__init__(link)
+        groups = [group for group in (link.group, link.node_group) if group is not None]
+        self._failure = Failure(then=[functools.partial(hang_up, group) for group in groups])
+        self._timeout = None if link.group is None else timeout_of(link.group)
+        self._side = side
+        self._trip: _Trip | None = None
+        self.present: list[int] = []
+        """The positions of the parameters that have a gradient on some worker, in the last exchange that was waited
+        for."""
+        self._reported: deque[_Reported] = deque()
+
+    def begin(self, channel: Channel, node: Node | None, step: int) -> None:
+        """See `AnyTraffic`."""
+        self._failure.check()
+        rounds = channel.rounds(self.link, self._side.report.status)
+        if self._trip is None or self._trip.mail is not channel.mail:
+            for memory in (channel.mail.sent, channel.mail.answers):
+                self._side.streams.share(memory)
+        self._trip = _Trip(channel.scheme, channel.mail, rounds)
+        self._side.report.begin()
+
+    def submit(self, job: Job, presence: Presence, encode_mean: EncodeMean | None, *, gradients: bool) -> None:
+        """See `AnyTraffic`."""
+        trip, side = self._trip, self._side
+        assert trip is not None, "an exchange begins before its first bucket is complete"
+        last = job.frame is trip.mail.frames[-1]
+        with side.streams.aside():
+            trip.scheme.seal(job.frame)
+            trip.mail.fill_presence(job.frame, presence.of(job.frame.bucket.index))
+            trip.rounds.exchange(job, functools.partial(self._merge, trip))
+            side.report.note_presence(job.frame)
+            if last:
+                trip.rounds.agree(job.step)
+                slot = side.report.send()
+                self._reported.append(_Reported(job.step, slot, side.streams.mark()))
+
+    def _merge(self, trip: _Trip, frame: Frame, shard: int) -> None:
+        trip.scheme.merge(frame, shard)
+        self.link.kernels.any_of(
+            frame.received, frame.up_presence, frame.presence_words, frame.answers[shard], frame.down_presence
+        )
+
+    def join(self) -> None:
+        """Let the current stream go on when the exchange is done, with the gates as the report says."""
+        self._failure.check()
+        self._side.streams.join()
+        self._side.report.decide()
+
+    def drain(self) -> None:
+        """See `AnyTraffic`; waits for the device."""
+        self._failure.check()
+        self._side.streams.join()
+        self._side.report.allow()
+        self.flags_seen = 0
+        for _, findings in self.learn():
+            self.flags_seen, self.present = findings.flags, findings.present
+        self._trip = None
+
+    def learn(self) -> Iterator[tuple[int, Findings]]:
+        """What has been reported of which step since this was asked last.
+
+        Raises:
+            PeerLost: when a device does not get to the end of an exchange.
+            CorruptPacket: on all ranks, when one of them got a packet that it could not accept.
+        """
+        while self._reported:
+            reported = self._reported.popleft()
+            seconds = None if self._timeout is None else self._timeout.total_seconds()
+            if not wait_for(reported.mark, seconds):
+                self._give_up(PeerLost("an exchange on the device", "it does not end", step=reported.step))
+            findings = self._side.report.read(reported.slot)
+            if findings.refusal is not None:
+                self._give_up(findings.refusal)
+            yield reported.step, findings
+
+    def _give_up(self, cause: PeerLost | CorruptPacket) -> NoReturn:
+        self.stop(cause)
+        raise cause
+
+    def refuse(self) -> None:
+        """See `AnyTraffic`."""
+        self._failure.check()
+
+    def stop(self, cause: BaseException) -> None:
+        """See `AnyTraffic`."""
+        self._failure.stop(cause)
