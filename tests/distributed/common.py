@@ -106,6 +106,14 @@ def token_net(dtype: torch.dtype = torch.float32) -> nn.Module:
     return TokenNet().to(dtype)
 
 
+def half_net() -> nn.Module:
+    return token_net(torch.float16)
+
+
+def brain_net() -> nn.Module:
+    return token_net(torch.bfloat16)
+
+
 def token_loss(model: nn.Module, rank: int, batch: int) -> torch.Tensor:
     """Only the lower half of the vocabulary occurs."""
     generator = torch.Generator().manual_seed(1000 * rank + batch)

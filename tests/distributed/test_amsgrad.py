@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from tests.distributed.common import Training, digest, run_nodes, token_net, train_each
+from tests.distributed.common import Training, brain_net, digest, run_nodes, train_each
 from tests.distributed.stages import flat, noise, parameters
 from tests.harness import run_ranks
 
@@ -312,10 +312,6 @@ def test_bytes_are_those_of_the_formula_and_the_contraction_is_a_share(world_siz
 
 
 # Along with others ---------------------------------------------------------------------------------------------------
-
-
-def brain_net() -> nn.Module:
-    return token_net(torch.bfloat16)
 
 
 @each_kind

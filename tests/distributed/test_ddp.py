@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.distributed.common import Training, assert_same_runs, token_net
+from tests.distributed.common import Training, assert_same_runs, brain_net, token_net
 
 PLAIN = Training()
 OPTIONS = [
@@ -134,10 +134,6 @@ def image_net() -> nn.Module:
 def image_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * rank + step)
     return model(torch.randn(2, 3, 8, 8, generator=generator)).square().mean()
-
-
-def brain_net() -> nn.Module:
-    return token_net(torch.bfloat16)
 
 
 KINDS = {

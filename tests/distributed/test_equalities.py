@@ -7,17 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.distributed.common import WORLD_SIZES, Training, assert_same_runs, token_net, trained_each
+from tests.distributed.common import (
+    WORLD_SIZES,
+    Training,
+    assert_same_runs,
+    brain_net,
+    half_net,
+    trained_each,
+)
 from tests.instruction_sets import instruction_sets
-
-
-def half_net() -> torch.nn.Module:
-    return token_net(torch.float16)
-
-
-def brain_net() -> torch.nn.Module:
-    return token_net(torch.bfloat16)
-
 
 VARIANTS = [
     Training(attach=True),

@@ -25,8 +25,10 @@ import thinwire
 from tests.distributed.common import (
     Digest,
     Training,
+    brain_net,
     digest,
     environment,
+    half_net,
     run_nodes,
     token_loss,
     token_net,
@@ -48,7 +50,6 @@ from tests.distributed.scenarios import (
 from tests.distributed.test_bytes import STEPS as MEASURED_STEPS
 from tests.distributed.test_bytes import measure
 from tests.distributed.test_checkpoint import Case, Run, stop_and_resume
-from tests.distributed.test_equalities import brain_net, half_net
 from tests.harness import NoPrivateNetworkError, private_network, run_ranks, run_ranks_expecting_errors
 
 HIERARCHICAL: dict[str, Any] = {"topology": "hierarchical"}

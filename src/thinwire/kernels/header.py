@@ -43,4 +43,6 @@ class Status(enum.IntEnum):
 
 
 HEARD = len(CHECKED) + 1
+ABSENT = HEARD + 1
+"""Not of a packet: ranks of a node have gradients for different parameters."""
 STATUS_WORDS = 8

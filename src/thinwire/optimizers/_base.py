@@ -31,10 +31,11 @@ from thinwire.optimizers._options import spelled_out
 from thinwire.optimizers._paper import LOCAL
 from thinwire.optimizers._safety import ReplicaCheck, Skips
 from thinwire.optimizers._stream import Side, StreamTraffic
-from thinwire.optimizers._traffic import AnyTraffic, Channel, Link, Presence, Traffic
+from thinwire.optimizers._traffic import AnyNode, AnyTraffic, Channel, Link, Presence, Traffic
 from thinwire.optimizers._unseen import UnseenSteps
 from thinwire.wire import packet
 from thinwire.wire.buckets import Layout, bucket_elements, is_dense
+from thinwire.wire.device_node import DeviceNode
 from thinwire.wire.exchange import Job
 from thinwire.wire.mail import Part
 from thinwire.wire.node import Node
@@ -213,7 +214,8 @@ class WireOptimizer(UnseenSteps):
         node = None
         if node_group is not None:
             mail = self._channel.mail
-            node = Node(mail, self._topology, node_group, self._node_dtype, self._kernels, self._meter)
+            arguments = (mail, self._topology, node_group, self._node_dtype, self._kernels, self._meter)
+            node = Node(*arguments) if self._side is None else DeviceNode(*arguments, self._side.report.status)
         return Link(group, node_group, node, self._kernels, self._meter, threaded=self._peers.size > 1)
 
     # A step ----------------------------------------------------------------------------------------------------------
@@ -315,7 +317,7 @@ class WireOptimizer(UnseenSteps):
                 self._submitted += 1
 
     @property
-    def _node(self) -> Node | None:
+    def _node(self) -> AnyNode | None:
         return self._open_traffic().link.node
 
     def _open_traffic(self) -> AnyTraffic:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -91,13 +90,6 @@ class FrozenVariance(AdamFamily):
     @property
     def _compressing(self) -> bool:
         return self._on(SIGNS)
-
-    @property
-    def _needs_no_host(self) -> bool:
-        return self._compressing
-
-    def _not_taken(self, positions: Sequence[int]) -> None:
-        self._take_back(self._updates, positions)
 
     def _channel_now(self) -> str:
         return SIGNS if self._warmup.ended_at else DENSE

@@ -9,6 +9,7 @@ something to decide, or else during the next step, when it has long been there.
 from __future__ import annotations
 
 import functools
+import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,14 +19,14 @@ from torch import Tensor
 
 from thinwire.errors import CorruptPacket, PeerLost
 from thinwire.kernels.ops import Kernels
-from thinwire.optimizers._traffic import AnyTraffic, Channel, EncodeMean, Link, Presence
+from thinwire.optimizers._traffic import AnyNode, AnyTraffic, Channel, EncodeMean, Link, Presence
 from thinwire.schemes import Scheme
 from thinwire.wire.buckets import Layout
+from thinwire.wire.device_node import DeviceNode
 from thinwire.wire.exchange import Job
 from thinwire.wire.lane import Failure
 from thinwire.wire.mail import Frame, Mail
 from thinwire.wire.messages import hang_up
-from thinwire.wire.node import Node
 from thinwire.wire.peers import timeout_of
 from thinwire.wire.report import Findings, Report
 from thinwire.wire.rounds import Rounds
@@ -64,6 +65,7 @@ class _Trip:
     scheme: Scheme
     mail: Mail
     rounds: Rounds
+    node: DeviceNode | None
 
 
 @dataclass(frozen=True)
@@ -95,14 +97,15 @@ class StreamTraffic(AnyTraffic):
         for."""
         self._reported: deque[_Reported] = deque()
 
-    def begin(self, channel: Channel, node: Node | None, step: int) -> None:
+    def begin(self, channel: Channel, node: AnyNode | None, step: int) -> None:
         """See `AnyTraffic`."""
         self._failure.check()
         rounds = channel.rounds(self.link, self._side.report.status)
         if self._trip is None or self._trip.mail is not channel.mail:
             for memory in (channel.mail.sent, channel.mail.answers):
                 self._side.streams.share(memory)
-        self._trip = _Trip(channel.scheme, channel.mail, rounds)
+        assert node is None or isinstance(node, DeviceNode)
+        self._trip = _Trip(channel.scheme, channel.mail, rounds, node)
         self._side.report.begin()
 
     def submit(self, job: Job, presence: Presence, encode_mean: EncodeMean | None, *, gradients: bool) -> None:
@@ -111,14 +114,33 @@ class StreamTraffic(AnyTraffic):
         assert trip is not None, "an exchange begins before its first bucket is complete"
         last = job.frame is trip.mail.frames[-1]
         with side.streams.aside():
+            if trip.node is not None:
+                assert encode_mean is not None
+                self._encode(trip.node, trip, job, presence, encode_mean, gradients)
             trip.scheme.seal(job.frame)
             trip.mail.fill_presence(job.frame, presence.of(job.frame.bucket.index))
             trip.rounds.exchange(job, functools.partial(self._merge, trip))
+            if trip.node is not None:
+                trip.node.share(job)
+            trip.rounds.conclude(job)
             side.report.note_presence(job.frame)
             if last:
                 trip.rounds.agree(job.step)
+                if trip.node is not None:
+                    trip.node.agree(job.step)
                 slot = side.report.send()
                 self._reported.append(_Reported(job.step, slot, side.streams.mark()))
+
+    def _encode(
+        self, node: DeviceNode, trip: _Trip, job: Job, presence: Presence, encode_mean: EncodeMean, gradients: bool
+    ) -> None:
+        now = presence.now[job.frame.bucket.index]
+        if gradients:
+            node.scatter(job, now)
+        for position, part in trip.mail.contents[job.frame.bucket.index]:
+            if part.up_runs.shape[0]:
+                present = gradients and now & part.presence
+                encode_mean(position, part, node.mean(job, part.up_runs) if present else None)
 
     def _merge(self, trip: _Trip, frame: Frame, shard: int) -> None:
         trip.scheme.merge(frame, shard)
@@ -142,14 +164,17 @@ class StreamTraffic(AnyTraffic):
             self.flags_seen, self.present = findings.flags, findings.present
         self._trip = None
 
-    def learn(self) -> Iterator[tuple[int, Findings]]:
+    def learn(self, before: float = math.inf) -> Iterator[tuple[int, Findings]]:
         """What has been reported of which step since this was asked last.
+
+        Args:
+            before: a step, which is under way, and not asked about.
 
         Raises:
             PeerLost: when a device does not get to the end of an exchange.
             CorruptPacket: on all ranks, when one of them got a packet that it could not accept.
         """
-        while self._reported:
+        while self._reported and self._reported[0].step < before:
             reported = self._reported.popleft()
             seconds = None if self._timeout is None else self._timeout.total_seconds()
             if not wait_for(reported.mark, seconds):

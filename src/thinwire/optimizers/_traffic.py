@@ -23,6 +23,7 @@ from thinwire.metrics import Meter
 from thinwire.schemes import Scheme
 from thinwire.wire import packet
 from thinwire.wire.buckets import Layout
+from thinwire.wire.device_node import DeviceNode
 from thinwire.wire.exchange import Exchange, Job
 from thinwire.wire.lane import Failure, Lane
 from thinwire.wire.mail import Frame, Mail, Part
@@ -30,6 +31,8 @@ from thinwire.wire.messages import hang_up
 from thinwire.wire.node import Node
 from thinwire.wire.rounds import Rounds
 from thinwire.wire.topology import Topology
+
+AnyNode = Node | DeviceNode
 
 
 class Channel:
@@ -92,7 +95,7 @@ class Link:
     """The ranks that work on the same slice; None for a worker without peers."""
     node_group: dist.ProcessGroup | None
     """The ranks of the node, in a hierarchical topology."""
-    node: Node | None
+    node: AnyNode | None
     """What they do for gradients."""
     kernels: Kernels
     meter: Meter
@@ -145,7 +148,7 @@ class AnyTraffic(abc.ABC):
         """What any rank has raised in the exchange under way or just over."""
 
     @abc.abstractmethod
-    def begin(self, channel: Channel, node: Node | None, step: int) -> None:
+    def begin(self, channel: Channel, node: AnyNode | None, step: int) -> None:
         """Be ready for all packets of an exchange, and for what the ranks of the node have to tell each other."""
 
     @abc.abstractmethod
@@ -207,8 +210,9 @@ class Traffic(AnyTraffic):
         self._refusal: CorruptPacket | None = None
         _open.add(self)
 
-    def begin(self, channel: Channel, node: Node | None, step: int) -> None:
+    def begin(self, channel: Channel, node: AnyNode | None, step: int) -> None:
         """See `AnyTraffic`."""
+        assert node is None or isinstance(node, Node)
         exchange = channel.exchange(self.link)
         self._trip = _Trip(channel.scheme, channel.mail, exchange, node, channel.local)
         self.flags_seen = 0

@@ -31,6 +31,7 @@ class UnseenSteps(Paper):
     _meter: Meter
     _skips: Skips
     _flat_params: list[Tensor]
+    _step_number: int
     _overflowed = False
     """Whether a gradient was not finite in the last step, on any rank; of one that was left to the device nobody knows
     yet."""
@@ -59,7 +60,7 @@ class UnseenSteps(Paper):
         if not isinstance(self._traffic, StreamTraffic) or self._side is None or not self._is_unseen:
             return
         self._side.unseen = False
-        for step, findings in self._traffic.learn():
+        for step, findings in self._traffic.learn(before=self._step_number):
             skipped = bool(findings.flags & packet.NONFINITE)
             self._meter.skipped_steps += skipped
             taken = set() if skipped else set(findings.present)

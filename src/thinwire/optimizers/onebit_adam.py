@@ -117,6 +117,13 @@ class OneBitAdam(FrozenVariance):
             **wire,
         )
 
+    @property
+    def _needs_no_host(self) -> bool:
+        return self._compressing
+
+    def _not_taken(self, positions: Sequence[int]) -> None:
+        self._take_back(self._updates, positions)
+
     def _local(
         self, position: int, part: Part, grad: Tensor | None, group: dict[str, Any], scale: Scale
     ) -> bool | None:

@@ -140,6 +140,11 @@ class SketchedAMSGrad(AdamLike):
 
     def _declare(self, layout: Layout) -> tuple[dict[str, Scheme], State]:
         elements = sum(slot.numel for slot in layout.slots)
+        if self._side is not None:
+            raise ValueError(
+                f"SketchedAMSGrad with parameters on {str(layout.device)!r}: sums in a sketch depend on the order "
+                "of their terms, which is kept on the CPU only. Expected parameters there, or another optimizer"
+            )
         if layout.size >= MAX_ELEMENTS:
             raise ValueError(f"{elements} parameters: a count sketch tells at most 2**31 - 1 apart")
         k = min(elements, max(32, math.ceil(elements / 100))) if self._k is None else self._k

@@ -171,15 +171,19 @@ class Mail:
             return  # as a rule: what has a gradient in one step has one in the next
         self._filled[frame.bucket.index] = bits
         at = slice(frame.up_presence, frame.up_presence + WORD_BYTES * frame.presence_words)
-        words = frame.sent[:, at].view(torch.int64)
-        for i in range(frame.presence_words):
-            value = bits >> WORD * i & (1 << WORD) - 1
-            words[:, i] = value - (1 << WORD) if value >> WORD - 1 else value
+        fill_words(frame.sent[:, at].view(torch.int64), bits)
 
     def read_presence(self, frame: Frame) -> int:
         """Which parameters of a bucket have a gradient on some worker; every owner's answer says the same."""
         at = frame.answers_at + frame.down_presence
         return int.from_bytes(self.answers_memory[at : at + WORD_BYTES * frame.presence_words], "little")
+
+
+def fill_words(rows: Tensor, bits: int) -> None:
+    """Put the same bits into every row of words on a device."""
+    for i in range(rows.shape[1]):
+        value = bits >> WORD * i & (1 << WORD) - 1
+        rows[:, i] = value - (1 << WORD) if value >> WORD - 1 else value
 
 
 def _table(runs: list[list[int]]) -> Tensor:

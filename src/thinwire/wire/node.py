@@ -30,75 +30,49 @@ _ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
-class _Rows:
+class Rows:
     """Where one bucket's gradients lie: a row for each rank of the node, with a header, presence bits and a slice."""
 
     staged: Tensor
     at: int
     received: Tensor
-    packets: list[Packet]
-    """The rows of `staged`."""
-    received_packets: list[Packet]
     values: Tensor
     """The slices in `staged`."""
     received_values: Tensor
     presence_bytes: int
 
 
-class Node:
-    """The ranks of a node.
+class Staging:
+    """Gradients on their way into a node, and their mean.
 
     Args:
         mail: the packets.
         topology: who is in the node.
-        group: a process group of them that nothing else uses.
         dtype: in which gradients cross the link, float32 or bfloat16.
         kernels: the backend.
-        meter: where bytes and seconds are counted.
     """
 
-    def __init__(
-        self,
-        mail: Mail,
-        topology: Topology,
-        group: dist.ProcessGroup,
-        dtype: torch.dtype,
-        kernels: Kernels,
-        meter: Meter,
-    ) -> None:
+    def __init__(self, mail: Mail, topology: Topology, dtype: torch.dtype, kernels: Kernels) -> None:
         self._layout = mail.layout
         self._ranks = topology.node_ranks()
         self._own = topology.own_slice
-        self._messages = Messages(group, self._own, self._ranks)
-        self._verdict = Verdict(self._messages, self._ranks, self._own, self._layout, kernels)
         self._kernels = kernels
-        self._meter = meter
-        n = len(self._ranks)
+        n, device = len(self._ranks), mail.layout.device
         sizes = [_row_bytes(frame, dtype.itemsize) for frame in mail.frames]
-        self._staged = torch.zeros(n * sum(sizes), dtype=torch.uint8)
-        self._staged_memory = memory_of(self._staged)
+        self._staged = torch.zeros(n * sum(sizes), dtype=torch.uint8, device=device)
         # One bucket at a time is averaged, so all of them are received in the same place.
-        self._received = torch.zeros(n * max(sizes, default=0), dtype=torch.uint8)
-        self._received_memory = memory_of(self._received)
+        self._received = torch.zeros(n * max(sizes, default=0), dtype=torch.uint8, device=device)
         longest = max((frame.bucket.slice_elements for frame in mail.frames), default=0)
-        self._mean = torch.zeros(longest, dtype=torch.float32)
-        self._rows: list[_Rows] = []
+        self._mean = torch.zeros(longest, dtype=torch.float32, device=device)
+        self._rows: list[Rows] = []
         at = 0
         for frame, size in zip(mail.frames, sizes, strict=True):
             staged = self._staged[at : at + n * size].view(n, size)
             received = self._received[: n * size].view(n, size)
             first = size - dtype.itemsize * frame.bucket.slice_elements
+            values, received_values = staged[:, first:].view(dtype), received[:, first:].view(dtype)
             self._rows.append(
-                _Rows(
-                    staged=staged,
-                    at=at,
-                    received=received,
-                    packets=[Packet(row) for row in staged],
-                    received_packets=[Packet(row) for row in received],
-                    values=staged[:, first:].view(dtype),
-                    received_values=received[:, first:].view(dtype),
-                    presence_bytes=WORD_BYTES * frame.presence_words,
-                )
+                Rows(staged, at, received, values, received_values, presence_bytes=WORD_BYTES * frame.presence_words)
             )
             at += n * size
 
@@ -119,6 +93,44 @@ class Node:
                     unscaled = not isinstance(scale, Tensor) and scale == 1.0
                     to.copy_(here if unscaled else here.float() * scale)
 
+    def mean(self, job: Job, runs: Tensor) -> Tensor:
+        """The node's mean gradient of this rank's slice, computed for the elements of some consecutive runs."""
+        values = self._rows[job.frame.bucket.index].received_values
+        start, stop = int(runs[0, 1]), int(runs[-1, 1] + runs[-1, 2])
+        self._kernels.mean(values[:, start:stop], self._mean[start:stop])
+        return self._mean
+
+
+class Node(Staging):
+    """The ranks of a node, on the lanes of a CPU.
+
+    Args:
+        mail: the packets.
+        topology: who is in the node.
+        group: a process group of them that nothing else uses.
+        dtype: in which gradients cross the link, float32 or bfloat16.
+        kernels: the backend.
+        meter: where bytes and seconds are counted.
+    """
+
+    def __init__(
+        self,
+        mail: Mail,
+        topology: Topology,
+        group: dist.ProcessGroup,
+        dtype: torch.dtype,
+        kernels: Kernels,
+        meter: Meter,
+    ) -> None:
+        super().__init__(mail, topology, dtype, kernels)
+        self._messages = Messages(group, self._own, self._ranks)
+        self._verdict = Verdict(self._messages, self._ranks, self._own, self._layout, kernels)
+        self._meter = meter
+        self._staged_memory = memory_of(self._staged)
+        self._received_memory = memory_of(self._received)
+        self._packets = [[Packet(row) for row in rows.staged] for rows in self._rows]
+        self._received_packets = [[Packet(row) for row in rows.received] for rows in self._rows]
+
     def scatter(self, job: Job, presence: int) -> int:
         """Give every rank of the node its slice of a bucket; the presence bits of all of them together."""
         rows = self._rows[job.frame.bucket.index]
@@ -128,7 +140,7 @@ class Node:
         for row in range(len(self._ranks)):
             at = rows.at + row * size + packet.HEADER_BYTES
             self._staged_memory[at : at + len(data)] = data
-            header.seal(rows.packets[row], self._kernels)
+            header.seal(self._packets[job.frame.bucket.index][row], self._kernels)
         bucket = job.frame.bucket.index
         tag = 2 * bucket
         with self._meter.scatter, waiting_for("gradients of the node", job.step, bucket):
@@ -140,19 +152,12 @@ class Node:
         for row, sender in enumerate(self._ranks):
             try:
                 header = job.header(rows.received, self._layout, sender)
-                job.hear(sender, header.check(rows.received_packets[row], self._kernels))
+                job.hear(sender, header.check(self._received_packets[bucket][row], self._kernels))
             except CorruptPacket as error:
                 job.refuse(error)
             at = row * size + packet.HEADER_BYTES
             presence |= int.from_bytes(self._received_memory[at : at + len(data)], "little")
         return presence
-
-    def mean(self, job: Job, runs: Tensor) -> Tensor:
-        """The node's mean gradient of this rank's slice, computed for the elements of some consecutive runs."""
-        values = self._rows[job.frame.bucket.index].received_values
-        start, stop = int(runs[0, 1]), int(runs[-1, 1] + runs[-1, 2])
-        self._kernels.mean(values[:, start:stop], self._mean[start:stop])
-        return self._mean
 
     def share(self, job: Job) -> None:
         """Give all ranks of the node the answers for this rank's slice, and get theirs."""

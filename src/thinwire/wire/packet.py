@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from thinwire.errors import CorruptPacket
-from thinwire.kernels.header import CHECKED, CHECKSUM_FORMAT, FIELDS_FORMAT, HEARD, MAGIC, VERSION, Status
+from thinwire.kernels.header import ABSENT, CHECKED, CHECKSUM_FORMAT, FIELDS_FORMAT, HEARD, MAGIC, VERSION, Status
 from thinwire.kernels.header import GREETING as GREETING
 from thinwire.kernels.header import HEADER_BYTES as HEADER_BYTES
 from thinwire.kernels.header import NONFINITE as NONFINITE
@@ -100,4 +100,9 @@ def refusal_in(status: Sequence[int]) -> CorruptPacket | None:
     sender, step, bucket = status[Status.SENDER], status[Status.STEP], status[Status.BUCKET]
     if code == HEARD:
         return refused_by(sender, step)
+    if code == ABSENT:
+        return CorruptPacket(
+            f"ranks of this node have gradients for different parameters in step {step}, bucket {bucket}. On a GPU all "
+            "ranks of a node must have them for the same ones: use topology='flat'"
+        )
     return _unexpected(sender, step, bucket, CHECKED[code - 1], status[Status.GOT], status[Status.WANT])

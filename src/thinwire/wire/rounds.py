@@ -85,31 +85,42 @@ class Rounds:
         meter: Meter,
         status: Tensor,
     ) -> None:
-        self._mail = mail
         self._node = topology.node
         self._meter = meter
         device = mail.layout.device
-        self._members = None if group is None else Members(group, topology.node, topology.slice_ranks(), device)
+        ranks = topology.slice_ranks()
+        self._rank = ranks[topology.node]
+        self._members = None if group is None else Members(group, topology.node, ranks, device)
         self._seals = Seals(kernels, mail.layout, status)
+        self._sealed = group is not None or topology.slices > 1
+        owners = [topology.owner(shard) for shard in range(mail.layout.workers * mail.layout.slices)]
+        self._owners = torch.tensor(owners, dtype=torch.int64, device=device)
         self._word = None if self._members is None else LastWord(self._members, self._seals, mail.layout)
 
     def exchange(self, job: Job, merge: Callable[[Frame, int], None]) -> None:
         """Send a bucket's packets, answer those for the own shard with `merge`, and get all answers of this slice."""
-        frame, members, seals = job.frame, self._members, self._seals
+        frame, members = job.frame, self._members
         shard = frame.bucket.own_shards[self._node]
-        if members is None:
-            merge(frame, shard)
-            return
-        seals.seal(frame.sent, job, members.rank)
-        with waiting_for("packets", job.step, frame.bucket.index):
-            members.scatter(frame.sent, frame.received)
-        seals.check(frame.received, job, members.senders)
+        self._seal(frame.sent, job)
+        if members is not None:
+            with waiting_for("packets", job.step, frame.bucket.index):
+                members.scatter(frame.sent, frame.received)
+            self._seals.check(frame.received, job, members.senders)
         merge(frame, shard)
-        seals.seal(frame.answers[shard : shard + 1], job, members.rank)
-        with waiting_for("answers", job.step, frame.bucket.index):
-            members.gather(frame.own_answers)
-        seals.check(frame.own_answers, job, members.senders)
-        self._count(2, members.others * (frame.sent.shape[1] + frame.answers.shape[1]))
+        self._seal(frame.answers[shard : shard + 1], job)
+        if members is not None:
+            with waiting_for("answers", job.step, frame.bucket.index):
+                members.gather(frame.own_answers)
+            self._count(2, members.others * (frame.sent.shape[1] + frame.answers.shape[1]))
+
+    def conclude(self, job: Job) -> None:
+        """Look at all answers of a bucket, once they are here."""
+        if self._sealed:
+            self._seals.check(job.frame.answers, job, self._owners)
+
+    def _seal(self, packets: Tensor, job: Job) -> None:
+        if self._sealed:
+            self._seals.seal(packets, job, self._rank)
 
     def agree(self, step: int) -> None:
         """When all buckets are here: let everybody know of a packet that any worker has refused."""
