@@ -48,7 +48,7 @@ def describe(optimizer: WireOptimizer, names: dict[Tensor, str]) -> Description:
     for i in range(len(params)):
         # Ranks exchange moves, not values: replicas that start apart would stay apart.
         value = optimizer._agreed_value(len(params) - 1 - i)
-        description[f"the checksum of the values of parameter {i}"] = checksum(value, optimizer._kernels)
+        description[f"the checksum of the values of parameter {i}"] = checksum(value)
     return description
 
 

@@ -100,21 +100,6 @@ class WireOptimizer(UnseenSteps):
         self._build()
         _state_dict.install(self)
 
-    # What is the same for most papers --------------------------------------------------------------------------------
-
-    def _progress(self) -> dict[str, Any]:
-        """How far the run has come, on which all ranks must agree too."""
-        return {"the number of steps taken": int(self._step_count)}
-
-    def _channel_now(self) -> str:
-        """The name of the scheme of the step under way; the only one, unless a paper says otherwise."""
-        (name,) = self._channels
-        return name
-
-    def _agreed_value(self, position: int) -> Tensor:
-        """What a parameter is on all ranks, whatever a rank has made of it since."""
-        return self._flat_params[position]
-
     def _settings_text(self) -> str:
         """The arguments that decide the bits of a run, for people to read."""
         settings = self._settings()
@@ -162,6 +147,7 @@ class WireOptimizer(UnseenSteps):
             own_slice=topology.own_slice,
             device=device,
         )
+        self._peers.refuse_group_without(device)
         self._side = Side.of(layout)
         kernels = ops.backend(device)
         self._kernels = kernels if self._side is None else self._side.bind(kernels)

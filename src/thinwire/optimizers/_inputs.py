@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from thinwire._checks import MANY, is_integer
-from thinwire.kernels.ops import Kernels
+from thinwire.kernels import ops
 from thinwire.wire.buckets import is_dense
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -46,10 +46,12 @@ def refuse_thawed(frozen: Iterable[Tensor]) -> None:
             )
 
 
-def checksum(p: Tensor, kernels: Kernels) -> int:
-    """CRC-32C of a parameter's values."""
+def checksum(p: Tensor) -> int:
+    """CRC-32C of a parameter's values; of one on a GPU the host makes a copy, as this is asked for rarely."""
     values = p.detach() if is_dense(p) else p.detach().contiguous()
-    return kernels.crc32c(values.as_strided((values.numel(),), (1,)).view(torch.uint8))
+    if values.device.type != "cpu":
+        values = values.cpu()
+    return ops.backend(values.device).crc32c(values.as_strided((values.numel(),), (1,)).view(torch.uint8))
 
 
 def gradient_of(p: Tensor) -> Tensor | None:

@@ -31,6 +31,10 @@ class Paper(Optimizer, abc.ABC):
     """Whether what is kept depends on how the flat space is cut into buckets."""
     _kept: State
     """What `_declare` has said."""
+    _step_count: Tensor
+    _channels: dict[str, Any]
+    _flat_params: list[Tensor]
+    """The parameters that take part, in the order of the flat space."""
 
     @abc.abstractmethod
     def _check_group(self, group: dict[str, Any]) -> None:
@@ -62,6 +66,19 @@ class Paper(Optimizer, abc.ABC):
         self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None, group: dict[str, Any]
     ) -> None:
         """Move a parameter by the answer. `x` is fp32, dense; if it is a master, `low` is the parameter."""
+
+    def _progress(self) -> dict[str, Any]:
+        """How far the run has come, on which all ranks must agree too."""
+        return {"the number of steps taken": int(self._step_count)}
+
+    def _channel_now(self) -> str:
+        """The name of the scheme of the step under way; the only one, unless a paper says otherwise."""
+        (name,) = self._channels
+        return name
+
+    def _agreed_value(self, position: int) -> Tensor:
+        """What a parameter is on all ranks, whatever a rank has made of it since."""
+        return self._flat_params[position]
 
     @property
     def _skips_together(self) -> bool:

@@ -106,9 +106,8 @@ def _name_of(optimizer: WireOptimizer, position: int) -> str:
 
 def _checksum_of(optimizer: WireOptimizer, position: int) -> int:
     """Of what all ranks hold of a parameter, and of its fp32 master."""
-    kernels = optimizer._kernels
-    value = checksum(optimizer._agreed_value(position), kernels)
+    value = checksum(optimizer._agreed_value(position))
     master = optimizer.state[optimizer._flat_params[position]].get("master")
     if master is None or not optimizer.is_synchronized:
         return value
-    return value | checksum(master, kernels) << 32
+    return value | checksum(master) << 32

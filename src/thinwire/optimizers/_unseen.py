@@ -30,7 +30,6 @@ class UnseenSteps(Paper):
     _traffic: AnyTraffic | None
     _meter: Meter
     _skips: Skips
-    _flat_params: list[Tensor]
     _step_number: int
     _overflowed = False
     """Whether a gradient was not finite in the last step, on any rank; of one that was left to the device nobody knows

@@ -134,6 +134,9 @@ def _done(work: Work) -> bool:
 
 def hang_up(group: ProcessGroup) -> None:
     """Let all waits in a group fail at once, here and, as connections close, at its other members."""
+    if "cpu" not in {device.type for device in group._device_types}:
+        group.abort()  # NCCL's collectives end then, whatever they have brought: headers and checksums tell
+        return
     for member in range(group.size()):
         if member != group.rank():
             # gloo has no abort(). But a wait that times out closes all connections, those that are still open.

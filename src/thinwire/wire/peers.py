@@ -78,8 +78,9 @@ class Peers:
         """The same for 64 bits, which are all that travels."""
         if self.size == 1:
             return [value]
-        values = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        own = torch.tensor([value], dtype=torch.int64)
+        device = self._device
+        values = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(self.size)]
+        own = torch.tensor([value], dtype=torch.int64, device=device)
         self._reach(lambda: dist.all_gather(values, own, group=self.group), stage, step)
         return [int(each) for each in values]
 
@@ -109,15 +110,39 @@ class Peers:
         assert isinstance(group, dist.ProcessGroup), "this rank is a member of it"
         return group
 
+    def refuse_group_without(self, device: torch.device) -> None:
+        """Refuse a process group that cannot exchange what is on a device.
+
+        Raises:
+            ValueError: naming both.
+        """
+        if self.group is None or self.size == 1:
+            return
+        backends = {kind.type: self.group._get_backend(kind).name() for kind in self.group._device_types}
+        if device.type not in backends or (device.type == "cuda" and backends["cuda"] != "nccl"):
+            wanted = "nccl" if device.type == "cuda" else "gloo"
+            listed = ", ".join(f"{kind}: {name}" for kind, name in sorted(backends.items()))
+            raise ValueError(
+                f"parameters on {str(device)!r}, and a process group that serves {listed}: expected one with {wanted} "
+                f"for {device.type}, as init_process_group() without a backend makes, or with {wanted!r}"
+            )
+
+    @property
+    def _device(self) -> torch.device:
+        """Where tensors of slow paths are: on the CPU, or where the group serves none on the GPU of this process."""
+        assert self.group is not None, "there are other ranks"
+        kinds = {kind.type for kind in self.group._device_types}
+        return torch.device("cpu") if "cpu" in kinds or not kinds else torch.device("cuda", torch.cuda.current_device())
+
     def _reach(self, call: Callable[[], Result], stage: str, step: int | None = None) -> Result:
         """What `call` returns, which waits for other ranks.
 
         It does so on a thread: inside torch no Ctrl-C gets to it, and no timeout if the rendezvous is out of reach.
         """
         assert self.group is not None, "there are other ranks"
-        timeout = timeout_of(self.group)
+        timeout, device = timeout_of(self.group), self._device
         outcome: futures.Future[Result] = futures.Future()
-        thread = threading.Thread(target=_fulfil, args=(outcome, call), name="thinwire-reach", daemon=True)
+        thread = threading.Thread(target=_fulfil, args=(outcome, call, device), name="thinwire-reach", daemon=True)
         try:
             thread.start()  # inside: Ctrl-C may come as soon as it runs
             return outcome.result(None if timeout is None else timeout.total_seconds() + _SOON)
@@ -133,8 +158,10 @@ class Peers:
             raise
 
 
-def _fulfil(outcome: futures.Future[Result], call: Callable[[], Result]) -> None:
+def _fulfil(outcome: futures.Future[Result], call: Callable[[], Result], device: torch.device) -> None:
     try:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # a thread begins with the first
         outcome.set_result(call())
     except BaseException as error:  # raised again, on the thread that waits
         outcome.set_exception(error)
@@ -152,8 +179,9 @@ def _refuse_forgotten_group() -> None:
 def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:
     """How long members of a group wait for each other, if that can be told."""
     # new_group() forgets the timeout that the user gave to init_process_group(); only the backend remembers it.
-    try:
-        options = group._get_backend(torch.device("cpu")).options
-    except (RuntimeError, AttributeError):
-        return None
-    return options._timeout
+    for device in group._device_types:
+        try:
+            return group._get_backend(device).options._timeout
+        except (RuntimeError, AttributeError):
+            continue
+    return None
