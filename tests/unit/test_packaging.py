@@ -142,7 +142,7 @@ def test_torch_is_the_only_dependency(wheel: Path) -> None:
     metadata = metadata_of(wheel)
     required = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
     assert required == ["torch>=2.6"]
-    assert set(metadata.get_all("Provides-Extra", [])) == {"bench", "cli", "dev"}
+    assert set(metadata.get_all("Provides-Extra", [])) == {"bench", "cli", "dev", "gpu"}
     assert metadata["Requires-Python"] == ">=3.10"
 
 
@@ -183,15 +183,19 @@ def imported_by(path: Path) -> set[str]:
 
 def test_the_library_imports_torch_and_the_standard_library_only() -> None:
     allowed = {"torch", "typing_extensions", "thinwire", *sys.stdlib_module_names}  # the second comes with the first
-    library = [path for path in PACKAGE.rglob("*.py") if "cli" not in path.relative_to(PACKAGE).parts]
+    parts = {path: path.relative_to(PACKAGE).parts for path in PACKAGE.rglob("*.py")}
+    library = [path for path, of_path in parts.items() if of_path[0] != "cli"]
     assert library
     foreign = {
         f"{path.relative_to(PACKAGE)}: {name}"
         for path in library
         for name in imported_by(path)
-        if name.partition(".")[0] not in allowed or name.startswith("thinwire.cli")
+        if name.partition(".")[0] not in allowed | ({"triton"} if parts[path][:2] == ("kernels", "triton") else set())
+        or name.startswith(
+            ("thinwire.cli", "thinwire.kernels.triton") if parts[path][1:2] != ("triton",) else "thinwire.cli"
+        )
     }
-    assert not foreign
+    assert not foreign, "Triton is for its own package only, which is imported by name when a GPU needs it"
 
 
 def test_importing_thinwire_brings_no_extra_with_it() -> None:

@@ -41,7 +41,7 @@ REPORT = {"birder_encode", "birder_direction", "dense_encode"}
 
 
 def same_as_reference(
-    operation: str, *, gate: Gate | None = None, shared: tuple[str, ...] = (), **arguments: Any
+    operation: str, arguments: dict[str, Any], *, gate: Gate | None = None, shared: tuple[str, ...] = ()
 ) -> Any:
     """Calls an operation of the reference, in place, and of the Triton kernels on copies; all memory must be the same.
 
@@ -50,7 +50,7 @@ def same_as_reference(
     """
     copy = {name: argument if name in shared else twin(argument) for name, argument in arguments.items()}
     if isinstance(arguments.get("scale"), Tensor):
-        arguments["scale"] = float(arguments["scale"])
+        arguments = arguments | {"scale": float(arguments["scale"])}
     bad = guarded(torch.tensor([OTHERS], dtype=torch.int32))
     expected = None
     if gate is None or int(gate.open[gate.parameter]):
@@ -77,8 +77,8 @@ def same_as_reference(
 def test_encode_for_every_tail(grad_dtype: torch.dtype | None, state_dtype: torch.dtype, amsgrad: bool) -> None:
     for seed, count in enumerate(TAILS):
         options: dict[str, Any] = {"grad_dtype": grad_dtype, "state_dtype": state_dtype, "amsgrad": amsgrad}
-        assert same_as_reference("birder_encode", **encode_case(count, seed=seed, **options)) is False
-        assert same_as_reference("birder_direction", **node.direction_case(count, seed=seed, **options)) is False
+        assert same_as_reference("birder_encode", encode_case(count, seed=seed, **options)) is False
+        assert same_as_reference("birder_direction", node.direction_case(count, seed=seed, **options)) is False
 
 
 @each_state
@@ -89,8 +89,8 @@ def test_encode_for_many_runs_and_steps(grad_dtype: torch.dtype | None, state_dt
     for step in range(3):
         if grad_dtype is not None:
             bits["grad"] = floats["grad"] = hard_gradient(3000, grad_dtype, random(step))
-        same_as_reference("birder_encode", **(bits | {"key": step}))
-        same_as_reference("birder_direction", **floats)
+        same_as_reference("birder_encode", bits | {"key": step})
+        same_as_reference("birder_direction", floats)
 
 
 @each_state
@@ -100,16 +100,16 @@ def test_encode_with_gradients_that_are_not_finite(state_dtype: torch.dtype, ams
         options: dict[str, Any] = {"grad_dtype": grad_dtype, "state_dtype": state_dtype, "amsgrad": amsgrad}
         for count in (65, TILE + 1):
             bits = encode_case(count, seed=count, finite=False, **options)
-            assert same_as_reference("birder_encode", **bits) is True
+            assert same_as_reference("birder_encode", bits) is True
             floats = node.direction_case(count, seed=count, finite=False, **options)
-            assert same_as_reference("birder_direction", **floats) is True
+            assert same_as_reference("birder_direction", floats) is True
 
 
 @pytest.mark.parametrize("of_tile", [0, TILE - 1, TILE, TILE + 64])
 def test_encode_tells_of_a_single_gradient_that_is_not_finite(of_tile: int) -> None:
     case = encode_case(TILE + 65, seed=1, grad_dtype=torch.float32, state_dtype=torch.float32)
     case["grad"][of_tile] = torch.nan
-    assert same_as_reference("birder_encode", **case) is True
+    assert same_as_reference("birder_encode", case) is True
 
 
 @each_state
@@ -118,8 +118,8 @@ def test_encode_with_scaled_gradients(state_dtype: torch.dtype, scale: float) ->
     for grad_dtype in (torch.float32, torch.bfloat16, torch.float16):
         options: dict[str, Any] = {"grad_dtype": grad_dtype, "state_dtype": state_dtype}
         for given in (scale, torch.tensor([scale])):
-            same_as_reference("birder_encode", **encode_case(500, seed=7, scale=given, **options))
-            same_as_reference("birder_direction", **node.direction_case(500, seed=7, scale=given, **options))
+            same_as_reference("birder_encode", encode_case(500, seed=7, scale=given, **options))
+            same_as_reference("birder_direction", node.direction_case(500, seed=7, scale=given, **options))
 
 
 @pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -127,15 +127,15 @@ def test_encode_reads_and_rounds_every_half_as_torch_does(grad_dtype: torch.dtyp
     """All 65536 of them, into states that are rounded: beta = 0 copies the gradient into m."""
     case = encode_case(65536, seed=0, grad_dtype=grad_dtype, state_dtype=torch.bfloat16, beta=0.0)
     case["grad"] = torch.arange(-32768, 32768, dtype=torch.int16).view(grad_dtype)
-    assert same_as_reference("birder_encode", **case) is True
+    assert same_as_reference("birder_encode", case) is True
 
 
 @pytest.mark.parametrize("elements_off", [1, 3, 7])
 def test_encode_takes_gradients_at_any_address(elements_off: int) -> None:
     for grad_dtype in (torch.float32, torch.bfloat16, torch.float16):
         options: dict[str, Any] = {"grad_dtype": grad_dtype, "state_dtype": torch.float32, "grad_off": elements_off}
-        same_as_reference("birder_encode", **encode_case(TILE + 70, seed=2, **options))
-        same_as_reference("birder_direction", **node.direction_case(TILE + 70, seed=2, **options))
+        same_as_reference("birder_encode", encode_case(TILE + 70, seed=2, **options))
+        same_as_reference("birder_direction", node.direction_case(TILE + 70, seed=2, **options))
 
 
 @pytest.mark.parametrize("alive", ["all", "none"])
@@ -143,7 +143,7 @@ def test_encode_takes_gradients_at_any_address(elements_off: int) -> None:
 @pytest.mark.parametrize("eps", [0.0, 1e-40, 1e-3])
 def test_encode_with_any_key(alive: str, key: int, eps: float) -> None:
     options: dict[str, Any] = {"grad_dtype": torch.float32, "state_dtype": torch.bfloat16, "alive": alive}
-    same_as_reference("birder_encode", **encode_case(200, seed=9, key=key, eps=eps, **options))
+    same_as_reference("birder_encode", encode_case(200, seed=9, key=key, eps=eps, **options))
 
 
 @each_state
@@ -151,7 +151,7 @@ def test_encode_with_any_key(alive: str, key: int, eps: float) -> None:
 def test_direction_of_a_slice_of_a_large_model(state_dtype: torch.dtype, first: int) -> None:
     case = node.direction_case(2 * TILE, seed=5, grad_dtype=torch.float32, state_dtype=state_dtype, pieces=3)
     case["runs"][:, 0] += first
-    same_as_reference("birder_direction", **(case | {"shift": first}))
+    same_as_reference("birder_direction", case | {"shift": first})
 
 
 @each_state
@@ -162,7 +162,7 @@ def test_encode_of_a_slice_of_a_large_model(state_dtype: torch.dtype, first: int
     alive, case["alive"] = case["alive"], torch.empty(first // WORD + case["alive"].numel(), dtype=torch.int64)
     case["alive"][first // WORD :] = alive
     case["runs"][:, 0] += first
-    same_as_reference("birder_encode", shared=("alive",), **(case | {"shift": first}))
+    same_as_reference("birder_encode", case | {"shift": first}, shared=("alive",))
     assert torch.equal(case["alive"][first // WORD :], alive)
 
 
@@ -174,18 +174,18 @@ def test_dense_encode(grad_dtype: torch.dtype | None) -> None:
     for seed, count in enumerate(TAILS):
         case = dense_encode_case(count, seed=seed, grad_dtype=grad_dtype, pieces=1 + seed % 4)
         for scale in (1.0, 1 / 3, torch.tensor([-0.25])):
-            assert same_as_reference("dense_encode", **(case | {"scale": scale})) is False
+            assert same_as_reference("dense_encode", case | {"scale": scale}) is False
     if grad_dtype is not None:
         for grad_off in (1, 5):
             case = dense_encode_case(TILE + 1, seed=3, grad_dtype=grad_dtype, finite=False, grad_off=grad_off)
-            assert same_as_reference("dense_encode", **case) is True
+            assert same_as_reference("dense_encode", case) is True
 
 
 @node.each_row
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, 33])
 def test_mean(dtype: torch.dtype, rows: int) -> None:
     for seed, count in enumerate((1, 64, 1023, 1024, 2049)):
-        same_as_reference("mean", **node.mean_case(rows, count, seed=seed, dtype=dtype))
+        same_as_reference("mean", node.mean_case(rows, count, seed=seed, dtype=dtype))
 
 
 # Roll call and adoption -----------------------------------------------------------------------------------------------
@@ -196,34 +196,39 @@ def test_roll_call_over_shard_boundaries(state_dtype: torch.dtype) -> None:
     """Shards that are shorter and longer than the period, and every phase: some shards have nobody to call."""
     for shard_words in (1, 4, 13):
         for phase in range(4):
-            same_as_reference("roll_call", **roll_call_case(shard_words, 3, 7, 4, phase, phase, state_dtype))
-    same_as_reference("roll_call", **roll_call_case(300, 2, 129, 256, 255, 0, state_dtype))
-    same_as_reference("roll_call", **roll_call_case(70, 2, 5, 2, 1, 0, state_dtype, shift=128))
+            same_as_reference("roll_call", roll_call_case(shard_words, 3, 7, 4, phase, phase, state_dtype))
+    same_as_reference("roll_call", roll_call_case(300, 2, 129, 256, 255, 0, state_dtype))
+    same_as_reference("roll_call", roll_call_case(70, 2, 5, 2, 1, 0, state_dtype, shift=128))
 
 
 @pytest.mark.parametrize("planes", [1, 3])
 def test_adopt(planes: int) -> None:
     for shard_words in (1, 4, 13, 515):
         for phase in (0, 3):
-            same_as_reference("adopt", **flat.adopt_case(shard_words, 2, 7, 4, phase, phase, planes))
-    same_as_reference("adopt", **flat.adopt_case(520, 2, 300, 256, 1, 0, planes))
+            same_as_reference("adopt", flat.adopt_case(shard_words, 2, 7, 4, phase, phase, planes))
+    same_as_reference("adopt", flat.adopt_case(520, 2, 300, 256, 1, 0, planes))
 
 
 # Votes ----------------------------------------------------------------------------------------------------------------
 
-WORKERS = (1, 2, 3, 5, 6, 8, 11, 33)
+WORKERS = (1, 2, 3, 6, 8, 11)
 
 
 @pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("alive", ["all", "some", "none", None], ids=str)
 def test_vote_bit(workers: int, alive: str | None) -> None:
     for words in (1, 65):
-        same_as_reference("vote_bit", **flat.vote_case(workers, words, alive, seed=words))
+        same_as_reference("vote_bit", flat.vote_case(workers, words, alive, seed=words))
+
+
+def test_votes_of_many() -> None:
+    same_as_reference("vote_bit", flat.vote_case(33, 2, "some", seed=3))
+    same_as_reference("vote_count", flat.count_case(300, 2, "some", seed=3))
 
 
 @pytest.mark.parametrize("key", [0, 1, 2**32 - 1, 2**63, 2**64 - 2])
 def test_vote_bit_with_any_key(key: int) -> None:
-    same_as_reference("vote_bit", **(flat.vote_case(7, 3, "all", seed=2) | {"key": key}))
+    same_as_reference("vote_bit", flat.vote_case(7, 3, "all", seed=2) | {"key": key})
 
 
 @pytest.mark.parametrize("first_word", [2**26 - 1, 2**26 + 5, 2**27])
@@ -231,22 +236,22 @@ def test_vote_bit_of_a_large_model(first_word: int) -> None:
     case = flat.vote_case(5, 3, "all", seed=0)
     case["alive"] = torch.empty(first_word + 3, dtype=torch.int64)
     case["alive"][first_word:] = -1
-    same_as_reference("vote_bit", shared=("alive",), **(case | {"first_word": first_word}))
+    same_as_reference("vote_bit", case | {"first_word": first_word}, shared=("alive",))
 
 
 @pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("alive", ["all", "some", "none"])
 def test_vote_count(workers: int, alive: str) -> None:
     for words in (1, 65):
-        same_as_reference("vote_count", **flat.count_case(workers, words, alive, seed=words))
+        same_as_reference("vote_count", flat.count_case(workers, words, alive, seed=words))
 
 
 @pytest.mark.parametrize("workers", [1, 3, 8])
 def test_the_signal_is_sampled_alike(workers: int) -> None:
     words = flat.SIGNAL_BLOCK + 70  # two samples, the second one cut short
-    same_as_reference("vote_count", **flat.count_case(workers, words, "some", seed=0))
-    same_as_reference("vote_bit", **flat.vote_case(workers, words, "some", seed=1))
-    same_as_reference("vote_bit", **flat.vote_case(workers, words, "some", seed=1, signal=False))
+    same_as_reference("vote_count", flat.count_case(workers, words, "some", seed=0))
+    same_as_reference("vote_bit", flat.vote_case(workers, words, "some", seed=1))
+    same_as_reference("vote_bit", flat.vote_case(workers, words, "some", seed=1, signal=False))
 
 
 # Steps ----------------------------------------------------------------------------------------------------------------
@@ -262,7 +267,7 @@ def test_apply_for_every_tail(low_dtype: torch.dtype | None, workers: int) -> No
             "pieces": 1 + seed % 3,
             "loaded": seed % 2 == 1,
         }
-        same_as_reference("birder_apply", **flat.apply_case(count, workers=workers, **options))
+        same_as_reference("birder_apply", flat.apply_case(count, workers=workers, **options))
 
 
 @each_low
@@ -275,7 +280,7 @@ def test_dense_apply_for_every_tail(low_dtype: torch.dtype | None) -> None:
             "loaded": seed % 2 == 1,
         }
         for resting in ("some", "all", "none"):
-            same_as_reference("dense_apply", **node.dense_case(count, resting=resting, **options))
+            same_as_reference("dense_apply", node.dense_case(count, resting=resting, **options))
 
 
 @each_low
@@ -283,9 +288,9 @@ def test_dense_apply_for_every_tail(low_dtype: torch.dtype | None) -> None:
 def test_apply_with_any_rate(low_dtype: torch.dtype | None, rates: tuple[float, float]) -> None:
     lr, decay = rates
     options: dict[str, Any] = {"seed": 6, "low_dtype": low_dtype, "x_off": 3, "lr": lr, "decay": decay}
-    same_as_reference("birder_apply", **flat.apply_case(500, workers=5, alive="all", **options))
-    same_as_reference("birder_apply", **flat.apply_case(500, workers=0, **options))
-    same_as_reference("dense_apply", **node.dense_case(500, **options))
+    same_as_reference("birder_apply", flat.apply_case(500, workers=5, alive="all", **options))
+    same_as_reference("birder_apply", flat.apply_case(500, workers=0, **options))
+    same_as_reference("dense_apply", node.dense_case(500, **options))
 
 
 @pytest.mark.parametrize("parameter", [0, 1, 2])
@@ -293,6 +298,6 @@ def test_nothing_is_written_where_a_gate_is_closed(parameter: int) -> None:
     gate = Gate(torch.tensor([0, 1, 0], dtype=torch.int32), parameter)
     for count in (65, TILE):
         options: dict[str, Any] = {"seed": 1, "low_dtype": torch.bfloat16, "loaded": True}
-        same_as_reference("birder_apply", gate=gate, **flat.apply_case(count, **options))
-        same_as_reference("dense_apply", gate=gate, **node.dense_case(count, **options))
-    same_as_reference("adopt", gate=gate, **flat.adopt_case(13, 3, 7, 4, 1, 0, 2))
+        same_as_reference("birder_apply", flat.apply_case(count, **options), gate=gate)
+        same_as_reference("dense_apply", node.dense_case(count, **options), gate=gate)
+    same_as_reference("adopt", flat.adopt_case(13, 3, 7, 4, 1, 0, 2), gate=gate)

@@ -47,12 +47,12 @@ def a_status(flags: int = 0, code: int = 0) -> Tensor:
     return guarded(status)
 
 
-def sealed(rows: int, length: int, *, seed: int = 0, gap: int = 0, copies: int = 1, **changes: int) -> Tensor:
+def sealed(rows: int, length: int, *, seed: int = 0, gap: int = 0, copies: int = 1) -> Tensor:
     """A row for each of the senders 1, 2, ..., with `gap` bytes between them and the same packet `copies` times."""
     size = HEADER_BYTES + length
     packets = guarded(random_bytes(rows, copies * size + gap, generator=random(seed)))[:, : copies * size]
     for sender, row in enumerate(packets, start=1):
-        said = EXPECTED | {"sender": sender, **changes}
+        said: dict[str, Any] = EXPECTED | {"sender": sender}
         first = row.view(copies, -1)[:1]
         reference.packet_seal(first, a_status(), **said)
         row.view(copies, -1)[1:] = first
@@ -65,12 +65,12 @@ def fields_of(packet: Tensor) -> dict[str, int]:
     return dict(zip(FIELDS, values, strict=True))
 
 
-def forge(packet: Tensor, *, seal: bool = True, **fields: int) -> None:
-    """Write other fields into a packet, and a checksum that fits unless it is not to be sealed."""
-    fields = fields_of(packet) | fields
-    head = struct.pack(FIELDS_FORMAT, *(fields[name] for name in FIELDS[1:]))
+def forge(packet: Tensor, **fields: int) -> None:
+    """Write other fields into a packet, and a checksum that fits unless it is one of them."""
+    others = fields_of(packet) | fields
+    head = struct.pack(FIELDS_FORMAT, *(others[name] for name in FIELDS[1:]))
     packet[4:HEADER_BYTES] = torch.tensor(list(head), dtype=torch.uint8)
-    checksum = crc32c(packet[4:].contiguous()) if seal else fields["checksum"]
+    checksum = fields["checksum"] if "checksum" in fields else crc32c(packet[4:].contiguous())
     packet[:4] = torch.tensor(list(struct.pack(CHECKSUM_FORMAT, checksum)), dtype=torch.uint8)
 
 
@@ -124,7 +124,7 @@ def test_seal_says_what_has_been_raised(raised: int, flags: int) -> None:
 @pytest.mark.parametrize("layout", [0, 2**31, 2**32 - 1])
 def test_seal_and_check_with_any_step(step: int, layout: int) -> None:
     packets = guarded(random_bytes(1, HEADER_BYTES + 8, generator=random(0)))
-    said = {"step": step, "bucket": 1, "flags": 0, "layout": layout}
+    said: dict[str, Any] = {"step": step, "bucket": 1, "flags": 0, "layout": layout}
     same_as_reference("packet_seal", packets=packets, status=a_status(), sender=1, **said)
     assert checked(packets, **said)["CODE"] == 0
 
@@ -177,7 +177,7 @@ def test_check_names_the_first_field_that_is_wrong(field: str, forged: dict[str,
     assert (noted["SENDER"], noted["STEP"], noted["BUCKET"]) == (2, EXPECTED["step"], EXPECTED["bucket"])
     if field in forged:
         assert noted["GOT"] == forged[field]
-    forge(packets[1], seal=False, checksum=fields_of(packets[1])["checksum"] ^ 0x80000000)
+    forge(packets[1], checksum=fields_of(packets[1])["checksum"] ^ 0x80000000)
     assert checked(packets)["CODE"] == 1 + CHECKED.index("checksum")
 
 

@@ -48,19 +48,20 @@ class Sign(Projection):
     def encode(self, values: Tensor, packet: Tensor) -> None:
         """See `Codec`."""
         length, words = values.numel(), _words(values.numel())
-        sums = torch.zeros(1, 3, dtype=torch.float64)
-        nothing = torch.zeros(words, dtype=torch.int64)
+        on = {"device": values.device}
+        sums = torch.zeros(1, 3, dtype=torch.float64, **on)
+        nothing = torch.zeros(words, dtype=torch.int64, **on)
         self._kernels.markov_encode(
             _run(length),
             values,
             None,
-            torch.zeros(words * WORD, dtype=torch.float32),
-            torch.empty(words, dtype=torch.int64),
-            torch.empty(words, dtype=torch.uint8),
+            torch.zeros(words * WORD, dtype=torch.float32, **on),
+            torch.empty(words, dtype=torch.int64, **on),
+            torch.empty(words, dtype=torch.uint8, **on),
             nothing,
             ~nothing,
             packet,
-            sent_scales=torch.zeros(1, dtype=torch.float32),
+            sent_scales=torch.zeros(1, dtype=torch.float32, **on),
             sums=sums,
             beta=0.0,
             weight=1.0,
@@ -78,7 +79,7 @@ class Sign(Projection):
             values,
             packet,
             self.scales_of(packet, values.numel()).reshape(1) * weight,
-            ~torch.zeros(_words(values.numel()), dtype=torch.int64),
+            ~torch.zeros(_words(values.numel()), dtype=torch.int64, device=values.device),
         )
 
     def square_sum(self, packet: Tensor, length: int) -> float:

@@ -387,6 +387,7 @@ class WireOptimizer(UnseenSteps):
 
     def metrics(self) -> Metrics:
         """What the run has cost so far, on this rank."""
+        self._learn()
         return self._meter.read(mean_abs_vote=self._mean_abs_vote(), contraction=self._contraction())
 
     def _drain(self) -> None:

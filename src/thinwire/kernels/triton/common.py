@@ -4,6 +4,7 @@ A program works on WORDS words of one run: a tile of `(WORDS, 64)` elements, who
 `(blocks of the longest run, runs)`; programs beyond the end of their run have nothing to do.
 """
 
+# pyright: reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -16,22 +17,37 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from thinwire.kernels.modes import Gate
+
 WORD = tl.constexpr(64)
 WORDS = 32
 """Words of a tile: 2,048 elements, 16 a thread."""
 _RUN_FIELDS = 6
+LIMIT = tl.constexpr(2.0**60)
+"""See the reference of signs: memories stay below it."""
 
 _tables: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Run tables are made on the host, once; here are the copies of them that kernels read."""
+"""Tables are made on the host, once; here are the copies of them that kernels read."""
+_grids: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def table_on(device: torch.device, table: Tensor) -> Tensor:
+    """A table that never changes, as kernels on `device` read it; copied there the first time only."""
+    if table.device == device:
+        return table
+    if table not in _tables:
+        _tables[table] = {}
+    known: dict[torch.device, Tensor] = _tables[table]
+    if device not in known:
+        known[device] = table.to(device)
+    return known[device]
 
 
 def runs_on(device: torch.device, runs: Tensor) -> tuple[Tensor, tuple[int, int]]:
-    """A run table as kernels on `device` read it, and the grid for it; copied there the first time only."""
-    known: dict[torch.device, tuple[Tensor, tuple[int, int]]] = _tables.setdefault(runs, {})
-    if device not in known:
-        longest = int(runs[:, 2].max()) if runs.shape[0] else 0
-        known[device] = (runs.to(device), (blocks_of(longest), runs.shape[0]))
-    return known[device]
+    """A run table as kernels on `device` read it, and the grid for it."""
+    if runs not in _grids:
+        _grids[runs] = (blocks_of(int(runs[:, 2].max())) if runs.shape[0] else 0, runs.shape[0])
+    return table_on(device, runs), _grids[runs]
 
 
 def blocks_of(elements: int) -> int:
@@ -45,6 +61,21 @@ def launch(kernel: Any, grid: tuple[int, ...], on: Tensor, *args: Any, **constan
         where = torch.cuda.device(on.device) if on.device.type == "cuda" else nullcontext()
         with where:
             kernel[grid](*args, **constants, enable_fp_fusion=False)
+
+
+def number(value: float | Tensor) -> tuple[float | Tensor, bool]:
+    """The arguments of `number_at`."""
+    return (value, True) if isinstance(value, Tensor) else (float(value), False)
+
+
+def key_of(key: int) -> int:
+    """A key of 64 bits as kernels take it, with a sign: they are compiled for int64 then, whatever the key is."""
+    return key - (key >> 63 << 64)
+
+
+def gate_of(gate: Gate | None) -> tuple[Tensor | None, int, bool]:
+    """The arguments of `count_if_open`."""
+    return (None, 0, False) if gate is None else (gate.open, gate.parameter, True)
 
 
 def jit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
@@ -70,6 +101,19 @@ def tile(WORDS: tl.constexpr):
     """The words of this program, `(WORDS,)`, and its elements, `(WORDS, 64)`, counted from the start of its run."""
     word = tl.program_id(0).to(tl.int64) * WORDS + tl.arange(0, WORDS)
     return word, word[:, None] * 64 + tl.arange(0, 64)[None, :]
+
+
+@triton.jit
+def has_tile(count, FULL: tl.constexpr, WORDS: tl.constexpr):
+    """Whether this program has a FULL tile of a run of so many elements, which needs no masks; or the run's last."""
+    start = tl.program_id(0).to(tl.int64) * (WORDS * 64)
+    return start + WORDS * 64 <= count if FULL else (start < count) & (start + WORDS * 64 > count)
+
+
+@triton.jit
+def inside(elements, count, FULL: tl.constexpr):
+    """Which elements are of a run; of a FULL tile all, which the compiler sees, and then loads four at once."""
+    return tl.full(elements.shape, True, tl.int1) if FULL else elements < count
 
 
 @triton.jit
@@ -108,11 +152,49 @@ def number_at(value, ON_DEVICE: tl.constexpr):
     return tl.load(value) if ON_DEVICE else value
 
 
+@triton.jit
+def count_if_open(count, gate, parameter, GATED: tl.constexpr):
+    """The elements of a run, or 0 where the parameter's gate is closed: a program has nothing to do then."""
+    return tl.where(tl.load(gate + parameter) != 0, count, 0) if GATED else count
+
+
+@triton.jit
+def report(bad, wrong):
+    """Raise the lowest bit of `bad` if anything of a tile is wrong."""
+    tl.atomic_or(bad, 1, mask=tl.max(tl.max(wrong.to(tl.int32), axis=1), axis=0) != 0, sem="relaxed")
+
+
+# Numbers of other types: bfloat16 by its bits, as Triton's interpreter neither rounds to it nor knows its subnormals
+
+
+@triton.jit
+def widen(values):
+    """Numbers of any type as float32."""
+    if values.dtype == tl.bfloat16:
+        wide = (values.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        wide = values.to(tl.float32)
+    return wide
+
+
+@triton.jit
+def narrow(values, to):
+    """float32 as what stands at the pointer `to`, rounded to the nearest and then to even."""
+    if to.dtype.element_ty == tl.bfloat16:
+        bits = values.to(tl.uint32, bitcast=True)
+        even = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        low = tl.where(values == values, even, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        low = values.to(to.dtype.element_ty)
+    return low
+
+
 # Random numbers -------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _splitmix(z):
+def splitmix(z):
+    """See `thinwire.kernels.rng`."""
     z = z + 0x9E3779B97F4A7C15
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB
@@ -120,16 +202,17 @@ def _splitmix(z):
 
 
 @triton.jit
-def draw(key, elements):
-    """32 random bits for each of the elements, `(WORDS, 64)` with whole words as rows; see `thinwire.kernels.rng`."""
-    # Elements of a word agree in all but their last six bits.
-    high = tl.min(elements, axis=1).to(tl.uint64) >> 32
-    k = _splitmix(key.to(tl.uint64) + high)
-    x = elements.to(tl.uint32) ^ k.to(tl.uint32)[:, None]
+def draw(key, first, elements):
+    """32 random bits for each of the elements, of which `first` is the lowest; see `thinwire.kernels.rng`."""
+    # Keys depend on the upper half of an element, of which a tile has seen two at most.
+    high = first.to(tl.uint64) >> 32
+    here, beyond = splitmix(key.to(tl.uint64) + high), splitmix(key.to(tl.uint64) + high + 1)
+    crossed = (elements.to(tl.uint64) >> 32) != high
+    x = elements.to(tl.uint32) ^ tl.where(crossed, beyond.to(tl.uint32), here.to(tl.uint32))
     x = x ^ (x >> 16)
     x = x * 0x7FEB352D
     x = x ^ (x >> 15)
-    x = x + (k >> 32).to(tl.uint32)[:, None]
+    x = x + tl.where(crossed, (beyond >> 32).to(tl.uint32), (here >> 32).to(tl.uint32))
     x = x * 0x846CA68B
     x = x ^ (x >> 16)
     x = x * 0x9E3779B1
@@ -137,9 +220,9 @@ def draw(key, elements):
 
 
 @triton.jit
-def uniform(key, elements):
+def uniform(key, first, elements):
     """float32 in [-1, 1) with 24 bits, one an element."""
-    return (draw(key, elements).to(tl.int32, bitcast=True) >> 8).to(tl.float32) * 1.1920928955078125e-07
+    return (draw(key, first, elements).to(tl.int32, bitcast=True) >> 8).to(tl.float32) * 1.1920928955078125e-07
 
 
 # Sums -----------------------------------------------------------------------------------------------------------------
@@ -154,20 +237,46 @@ def word_sums(values, WORDS: tl.constexpr):
 
 
 @triton.jit
-def _add_up(runs, words, sums, room, SUMS: tl.constexpr):
-    run = tl.program_id(0)
+def in_order(numbers, count):
+    """The sum of so many float32, in double and in their order; 32 are loaded at a time, as each addition waits."""
+    total = tl.zeros((), dtype=tl.float64)
+    for first in range(0, count, 32):
+        for i in tl.static_range(32):
+            total += tl.load(numbers + first + i, mask=first + i < count, other=0.0).to(tl.float64)
+    return total
+
+
+@triton.jit
+def words_to_sum(runs, words, room):
+    """The numbers of the words of this program's run, for its sum of them, and how many; the grid is `(runs, sums)`."""
+    run, each = tl.program_id(0), tl.num_programs(1)
     count = tl.load(runs + 6 * run + 2)
-    for i in tl.static_range(SUMS):
-        total = tl.zeros((), dtype=tl.float64)
-        start = words + (run * SUMS + i) * room
-        for word in range(0, (count + 63) // 64):
-            total += tl.load(start + word).to(tl.float64)
-        tl.store(sums + run * SUMS + i, total)
+    return words + (run * each + tl.program_id(1)).to(tl.int64) * room, (count + 63) // 64
+
+
+@triton.jit
+def _add_up(runs, words, sums, room):
+    numbers, count = words_to_sum(runs, words, room)
+    to = sums + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    tl.store(to, in_order(numbers, count))
 
 
 def add_up(runs: Tensor, words: Tensor, sums: Tensor) -> None:
-    """Turn the sums of words, `(runs, sums, words)` in float32, into those of runs: in double, in the order of words."""
-    launch(_add_up, (runs.shape[0],), sums, runs, words, sums, words.shape[-1], SUMS=words.shape[1])
+    """Turn the sums of words, `(runs, sums, words)` in float32, into those of runs: in double, in their order."""
+    grid = (words.shape[0], words.shape[1])
+    launch(_add_up, grid, sums, runs, words, sums, words.shape[2], num_warps=1)
+
+
+@jit(do_not_specialize=["count"])
+def _sum_of(numbers, count, total):
+    tl.store(total, in_order(numbers, count))
+
+
+def sum_of(numbers: Tensor) -> Tensor:
+    """The sum of a flat tensor, in double and in its order: one float64 of no dimensions, on the device."""
+    total = torch.empty((), dtype=torch.float64, device=numbers.device)
+    launch(_sum_of, (1,), total, numbers, numbers.numel(), total, num_warps=1)
+    return total
 
 
 def room_for_sums(grid: tuple[int, int], device: torch.device, each: int = 1) -> Tensor:
@@ -183,9 +292,9 @@ def take_over(x, low, at, mask, HAS_LOW: tl.constexpr):
     """The elements of a parameter, or of the master of `low`, replaced by it where they no longer round to it."""
     wide = tl.load(x + at, mask=mask, other=0.0)
     if HAS_LOW:
-        narrow = tl.load(low + at, mask=mask, other=0.0)
-        same = wide.to(narrow.dtype).to(tl.int16, bitcast=True) == narrow.to(tl.int16, bitcast=True)
-        wide = tl.where(same, wide, narrow.to(tl.float32))
+        rounded = tl.load(low + at, mask=mask, other=0.0)
+        same = narrow(wide, low).to(tl.int16, bitcast=True) == rounded.to(tl.int16, bitcast=True)
+        wide = tl.where(same, wide, widen(rounded))
     return wide
 
 
@@ -194,4 +303,4 @@ def hand_back(x, low, at, mask, value, HAS_LOW: tl.constexpr):
     """Store the elements of a parameter, and round them to the one whose master it is."""
     tl.store(x + at, value, mask=mask)
     if HAS_LOW:
-        tl.store(low + at, value.to(low.dtype.element_ty), mask=mask)
+        tl.store(low + at, narrow(value, low), mask=mask)

@@ -1,0 +1,1 @@
+"""``thinwire selftest``: is thinwire right, and is it fast, on this machine?"""
