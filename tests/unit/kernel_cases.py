@@ -81,7 +81,8 @@ def allocation(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
 
 
-def _twin(argument: Any) -> Any:
+def twin(argument: Any) -> Any:
+    """The same argument in memory of its own, with all that is around it."""
     if not isinstance(argument, Tensor):
         return argument
     storage = argument.untyped_storage().clone()
@@ -94,7 +95,7 @@ def same_everywhere(operation: str, **arguments: Any) -> Any:
 
     All of the memory must be the same afterwards, and so must the results; returns the result.
     """
-    copies = {isa: {name: _twin(argument) for name, argument in arguments.items()} for isa in ISAS}
+    copies = {isa: {name: twin(argument) for name, argument in arguments.items()} for isa in ISAS}
     expected = getattr(REFERENCE, operation)(**arguments)
     for isa, copy in copies.items():
         with kernels_of(isa) as kernels:

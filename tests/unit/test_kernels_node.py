@@ -3,7 +3,6 @@ the flat space, and the direction that travels uncompressed where there is a sin
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.unit import markov_cases, sign_cases
 from tests.unit import test_kernels as flat
 from tests.unit.kernel_cases import (
     COUNTS,
@@ -22,7 +20,6 @@ from tests.unit.kernel_cases import (
     TAILS,
     WORD,
     allocation,
-    crc_case,
     cut,
     each_backend,
     each_grad,
@@ -38,7 +35,6 @@ from tests.unit.kernel_cases import (
     roll_call_case,
     same_everywhere,
 )
-from thinwire.kernels import ops
 
 each_row = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
@@ -266,27 +262,3 @@ def test_dense_apply_leaves_what_rests_and_what_is_beside_alone(backend: str, lo
 )
 def test_dense_apply_whatever_it_is_given(**case: Any) -> None:
     same_everywhere("dense_apply", **dense_case(**case))
-
-
-# All of them ---------------------------------------------------------------------------------------------------------
-
-SMALL_CASES: dict[str, dict[str, Any]] = {
-    "birder_encode": encode_case(100, seed=0, grad_dtype=torch.float32, state_dtype=torch.float32),
-    "birder_direction": direction_case(100, seed=0, grad_dtype=torch.float32, state_dtype=torch.float32),
-    "mean": mean_case(2, 100, seed=0, dtype=torch.float32),
-    "roll_call": roll_call_case(3, 2, 1, 2, 1, 0, torch.float32),
-    "vote_bit": flat.vote_case(3, 4, "some", seed=0),
-    "vote_count": flat.count_case(3, 4, "some", seed=0),
-    "adopt": flat.adopt_case(3, 2, 1, 2, 1, 0, planes=2),
-    "birder_apply": flat.apply_case(100, seed=0),
-    "dense_apply": dense_case(100, seed=0),
-    **sign_cases.a_case_of_each(100, 1),
-    **markov_cases.a_case_of_each(100),
-    "crc32c": crc_case(100, seed=0),
-}
-
-
-@pytest.mark.parametrize("operation", [field.name for field in dataclasses.fields(ops.Kernels) if field.name != "name"])
-def test_every_operation_that_backends_offer_is_compared(operation: str) -> None:
-    compare = markov_cases.same_selection if operation in markov_cases.SELECTIONS else same_everywhere
-    compare(operation, **SMALL_CASES[operation])

@@ -25,7 +25,7 @@ from tests.unit.kernel_cases import (
     random,
     roll_call_case,
 )
-from tests.unit.kernel_cases import _twin as twin
+from tests.unit.kernel_cases import twin as twin
 from tests.unit.sign_cases import dense_encode_case
 from thinwire.kernels.modes import Gate
 

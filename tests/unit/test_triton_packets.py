@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.kernel_cases import _twin as twin
 from tests.unit.kernel_cases import allocation, guarded, random, random_bytes
+from tests.unit.kernel_cases import twin as twin
 from thinwire.kernels.header import (
     CHECKED,
     CHECKSUM_FORMAT,

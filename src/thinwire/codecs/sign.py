@@ -48,20 +48,20 @@ class Sign(Projection):
     def encode(self, values: Tensor, packet: Tensor) -> None:
         """See `Codec`."""
         length, words = values.numel(), _words(values.numel())
-        on = {"device": values.device}
-        sums = torch.zeros(1, 3, dtype=torch.float64, **on)
-        nothing = torch.zeros(words, dtype=torch.int64, **on)
+        device = values.device
+        sums = torch.zeros(1, 3, dtype=torch.float64, device=device)
+        nothing = torch.zeros(words, dtype=torch.int64, device=device)
         self._kernels.markov_encode(
             _run(length),
             values,
             None,
-            torch.zeros(words * WORD, dtype=torch.float32, **on),
-            torch.empty(words, dtype=torch.int64, **on),
-            torch.empty(words, dtype=torch.uint8, **on),
+            torch.zeros(words * WORD, dtype=torch.float32, device=device),
+            torch.empty(words, dtype=torch.int64, device=device),
+            torch.empty(words, dtype=torch.uint8, device=device),
             nothing,
             ~nothing,
             packet,
-            sent_scales=torch.zeros(1, dtype=torch.float32, **on),
+            sent_scales=torch.zeros(1, dtype=torch.float32, device=device),
             sums=sums,
             beta=0.0,
             weight=1.0,

@@ -61,7 +61,7 @@ class TopK(Projection):
 
     def square_sum(self, packet: Tensor, length: int) -> float:
         """See `Projection`."""
-        return self._kernels.square_sum(self._entries(packet)[1])
+        return float(self._kernels.square_sum(self._entries(packet)[1]))
 
     def _count(self, length: int) -> int:
         return math.ceil(self._ratio * length)

@@ -75,8 +75,8 @@ class Kernels:
     def on_device(self, status: Tensor, gate: Gate) -> Kernels:
         """The same for an optimizer whose host does not wait: what is found is raised in `status`, and steps are taken
         only by parameters whose gate is open."""
-        finding = {name: getattr(self, name) for name in _FINDING}
-        stepping = {name: getattr(self, name) for name in _STEPPING}
+        finding = {name: getattr(self, name) for name in FINDING}
+        stepping = {name: getattr(self, name) for name in STEPPING}
         if self.name == "triton":
             flags = status.view(torch.int32)[:1]
             found = {name: functools.partial(operation, bad=flags) for name, operation in finding.items()}
@@ -87,7 +87,7 @@ class Kernels:
         return dataclasses.replace(self, **found, **taken)
 
 
-_FINDING = (
+FINDING = (
     "birder_encode",
     "birder_direction",
     "dense_encode",
@@ -98,7 +98,7 @@ _FINDING = (
     "momentum_sum",
 )
 """Operations that say True, or on a GPU raise `bad`, when a number is not finite."""
-_STEPPING = (
+STEPPING = (
     "adopt",
     "birder_apply",
     "dense_apply",
