@@ -99,7 +99,8 @@ THINWIRE_API double thinwire_square_sum(const float *values, int64_t count);
 /* In all that follows, `x`, `low` and `anchor` are a parameter's; `m`, `v`, `w` and `p` have the flat element e at e, and
  * `c` and `y`, which are of `state_dtype`, at e - shift. `heard` and `before` are words of the flat space, a bit an
  * element, which a scale a shard makes floats of: +scale where the bit is 1, -scale where it is 0. `sums` gets for each
- * run what it says: sums over the words of a run in double, of which each is a float32 sum, halves added to halves. */
+ * run what it says: sums over the words of a run in double, 32 at a time halves added to halves
+ * and those in order; the sum of a word is one in float32, halves added to halves. */
 
 /* Adam: m, v and x, where v > 0. The gradient is the packets' floats, or with `scales` the words of the flat space.
  * Returns the sum of all v. */

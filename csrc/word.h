@@ -55,6 +55,37 @@ __attribute__((noinline)) double sum_of_squares(const float *__restrict values) 
   return double(fold<16>(halves));
 }
 
+// The sum of a run, in the one order: 32 words at a time halves onto halves, as a program of a GPU has so many, and those one
+// after another.
+class Sum {
+ public:
+  THINWIRE_INLINE_MEMBER void add(double word) {
+    words_[count_++] = word;
+    if (count_ == kTogether) add_up();
+  }
+  THINWIRE_INLINE_MEMBER double value() {
+    if (count_ > 0) {
+      for (int j = count_; j < kTogether; ++j) words_[j] = 0.0;
+      add_up();
+    }
+    return total_;
+  }
+
+ private:
+  static constexpr int kTogether = 32;
+
+  THINWIRE_INLINE_MEMBER void add_up() {
+    for (int half = kTogether / 2; half > 0; half /= 2)
+      for (int j = 0; j < half; ++j) words_[j] += words_[j + half];
+    total_ += words_[0];
+    count_ = 0;
+  }
+
+  double words_[kTogether];
+  int count_ = 0;
+  double total_ = 0.0;
+};
+
 // The bits of the largest of 64 values that are not negative, which compare as the values do; NaN is the largest of all.
 __attribute__((noinline)) u32 largest(const float *__restrict values) {
   u32 most = 0;

@@ -182,7 +182,7 @@ def test_what_is_said_is_what_is_sent(backend: str, mode: int, momentum: bool) -
 @each_backend
 @each_momentum
 def test_the_sums_have_the_order(backend: str, momentum: bool) -> None:
-    """Words by halves in float32, then word after word in double, and what is not alive counts nothing."""
+    """That of tests/unit/test_kernels_sums.py, and what is not alive counts nothing."""
     case = markov_encode_case(1500, seed=3, pieces=5, momentum=momentum, grad_dtype=None, mode=Say.ORDINARY)
     places = Places(case["runs"])
     values = torch.from_numpy(adversarial(1500, 2))

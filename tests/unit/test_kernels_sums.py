@@ -1,8 +1,10 @@
-"""Sums have one order: words by halves in float32, then word after word in double. Any other would give other bits."""
+"""Sums have one order: words by halves in float32, 32 words by halves in double, and those one after another. Any other
+would give other bits."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,17 +23,32 @@ from tests.unit.sign_cases import (
     sign_merge_case,
 )
 
+TILE = 32
+"""Words that are added up by halves."""
+COUNT = 12_000
+"""In five runs: each has a tile and more."""
+
 
 def in_order(values: Array) -> float:
     """The sum of fp32 values as it is defined, one addition at a time."""
+    words = [float(by_halves(word, WORD, np.float32(0.0))) for word in cut(list(values), WORD)]
     total = 0.0
-    for start in range(0, values.size, WORD):
-        word = [*values[start : start + WORD], *[np.float32(0.0)] * (WORD - values[start : start + WORD].size)]
-        while len(word) > 1:
-            half = len(word) // 2
-            word = [np.float32(word[j] + word[j + half]) for j in range(half)]
-        total = total + float(word[0])
+    for tile in cut(words, TILE):
+        total = total + by_halves(tile, TILE, 0.0)
     return total
+
+
+def cut(numbers: list[Any], length: int) -> list[list[Any]]:
+    return [numbers[start : start + length] for start in range(0, len(numbers), length)]
+
+
+def by_halves(numbers: list[Any], length: int, zero: Any) -> Any:
+    """The sum of so many numbers, those that are missing being zeros."""
+    numbers = [*numbers, *[zero] * (length - len(numbers))]
+    while len(numbers) > 1:
+        half = len(numbers) // 2
+        numbers = [type(zero)(numbers[j] + numbers[j + half]) for j in range(half)]
+    return numbers[0]
 
 
 def adversarial(count: int, seed: int) -> Array:
@@ -71,9 +88,9 @@ def test_square_sum_has_the_order_whatever_it_adds(count: int, seed: int) -> Non
 
 @each_backend
 def test_adam_adds_run_after_run(backend: str) -> None:
-    case = adam_case(1500, seed=3, pieces=5, update_variance=False)
+    case = adam_case(COUNT, seed=3, pieces=5, update_variance=False)
     places = Places(case["runs"])
-    v = np.abs(adversarial(1500, 1))
+    v = np.abs(adversarial(COUNT, 4))
     case["v"].copy_(in_flat(torch.from_numpy(v), 3))
     total = 0.0
     for run in places.by_run(v):
@@ -87,13 +104,13 @@ def test_adam_adds_run_after_run(backend: str) -> None:
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_memories_have_the_order(backend: str, state_dtype: torch.dtype) -> None:
     """Their squares are those of what was stored."""
-    start = in_flat(torch.from_numpy(adversarial(1500, 2)), 3)
+    start = in_flat(torch.from_numpy(adversarial(COUNT, 2)), 3)
     rule = {"seed": 3, "pieces": 5, "grad_dtype": torch.float32, "state_dtype": state_dtype}
-    encode, momentum = sign_encode_case(1500, **rule), momentum_encode_case(1500, **rule, output=1, rate=0.5)
-    merge = sign_merge_case(1500, seed=3, pieces=5, state_dtype=state_dtype, workers=3)
+    encode, momentum = sign_encode_case(COUNT, **rule), momentum_encode_case(COUNT, **rule, output=1, rate=0.5)
+    merge = sign_merge_case(COUNT, seed=3, pieces=5, state_dtype=state_dtype, workers=3)
     for case in (encode, momentum):
         case["c"].copy_(start)
-        case["grad"] = torch.from_numpy(adversarial(1500, 3))
+        case["grad"] = torch.from_numpy(adversarial(COUNT, 3))
         case["sent_scales"][1:] = 2.0**-8
     encode["heard_scales"][1:] = 0.3
     momentum["m"].copy_(start)
@@ -111,9 +128,9 @@ def test_memories_have_the_order(backend: str, state_dtype: torch.dtype) -> None
 
 @each_backend
 def test_what_lamb_measures_has_the_order(backend: str) -> None:
-    measure, onebit = lamb_measure_case(1500, seed=3, pieces=5), onebit_lamb_case(1500, seed=3, pieces=5)
+    measure, onebit = lamb_measure_case(COUNT, seed=3, pieces=5), onebit_lamb_case(COUNT, seed=3, pieces=5)
     places = Places(measure["runs"])
-    x, p = adversarial(1500, 4), np.abs(adversarial(1500, 5))
+    x, p = adversarial(COUNT, 4), np.abs(adversarial(COUNT, 5))
     for case in (measure, onebit):
         case["x"].copy_(torch.from_numpy(x))
     onebit["p"].copy_(in_flat(torch.from_numpy(p), 3))

@@ -24,12 +24,14 @@ from thinwire.wire.buckets import WORD, Layout, bucket_elements
 DOCUMENT = Path(__file__).parents[2] / "docs" / "gpu-roofline.md"
 MARK = "<!-- What follows is the output of `python -m benchmarks.roofline --markdown`. -->\n\n"
 
-ELEMENTS = WORKERS * WORD * 1024
+ELEMENTS = WORKERS * WORD * 512
 """Of one parameter: shards of many words, next to which headers are nothing."""
 STEPS = 22
 """Until 0/1 Adam has synchronised after local steps; others have a few."""
-ROOM = 0.03
+ROOM = 0.04
 """Packets have more in them than what kernels look at: headers, scales, quiet words."""
+SECONDS = 300
+"""A busy machine is no finding."""
 NEGLIGIBLE = 0.01
 """Bytes an element: scales, sums and tables of runs are less."""
 IN_PART = {"roll_call", "any_of"}
@@ -83,8 +85,9 @@ def test_every_method_is_run() -> None:
     assert set(RUNS) | DERIVED == set(METHODS)
 
 
+@pytest.mark.timeout(SECONDS)
 def test_lists_what_real_steps_move() -> None:
-    runs = run_ranks(_record, WORKERS, timeout=100)[0]
+    runs = run_ranks(_record, WORKERS, timeout=SECONDS)[0]
     wrong: list[str] = []
     for (name, form_name), steps in runs.items():
         form = next(form for form in FORMS if form.name == form_name)
@@ -122,7 +125,7 @@ def _differences(kernels: list[Kernel], steps: list[Step], name: str) -> list[st
                 wrong.append(f"{kernel.name} is given {size} bytes an element of {operand}, listed are {said}")
     sealed = sum(kernel.share * sum(kernel.reads.values()) for kernel in kernels if kernel.name in OF_PACKETS)
     summed = sum(call.covered for call in like[-1].calls if call.key[0] in CHECKSUMS) / ELEMENTS
-    if summed != pytest.approx(sealed, rel=ROOM, abs=2e-3):  # the last word and an empty packet have headers too
+    if summed != pytest.approx(sealed, rel=ROOM, abs=5e-3):  # the last word and an empty packet have headers too
         wrong.append(f"checksums are of {summed} bytes an element, listed are {sealed}")
     sent = roofline.wire_bytes(METHODS[name], Layout([ELEMENTS], WORKERS, bucket_elements(None, ELEMENTS)))
     if METHODS[name].payload is not None and like[-1].bytes_sent != sent:
@@ -247,18 +250,20 @@ def test_sums_and_launches_follow_the_layout() -> None:
     method = roofline.METHODS["1-bit Adam, fp32 errors"]
     words = 2 + 2 + 2  # of both parts, and of the owner's shard
     assert roofline.sum_seconds(method, form, model) == pytest.approx(words * roofline.SECONDS_A_WORD)
-    each = Counter(kernel.each for kernel in method.kernels(form))
+    each = Counter[str]()
+    for kernel in method.kernels(form):
+        each[kernel.each] += kernel.launches
     of_sums = 2 + 1  # of both parts, and of the owner
     assert roofline.launches(method, form, model) == 2 * each["part"] + 4 * each["shard"] + each["bucket"] + of_sums
 
 
 def test_compression_pays_just_below_the_rate_that_is_printed() -> None:
     """Where kernels take as long as the wire saves, both ways take equally long."""
-    method, form, model, peak = METHODS["Birder, bit, fp32 state"], FORMS[0], roofline.MODELS[0], roofline.PEAKS["A100"]
+    method, form, model = METHODS["Birder, bit, fp32 state"], FORMS[0], roofline.MODELS[0]
     table = next(table for table in roofline.tables() if table.title.startswith("Pays below"))
     row = next(row for row in table.rows if row[0] == "Birder, bit, fp32 state")
     rate = 1e9 * float(row[table.header.index("110 M, A100, memory alone")].replace(",", ""))
-    ours = roofline.kernel_seconds(method, form, model, peak) + 8 * roofline.wire_bytes(method, model.layout) / rate
+    ours = roofline.kernel_seconds(method, form, model, "A100") + 8 * roofline.wire_bytes(method, model.layout) / rate
     assert ours == pytest.approx(8 * roofline.all_reduce_bytes(model.elements, 4.0) / rate, rel=1e-3)
 
 

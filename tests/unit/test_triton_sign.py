@@ -90,7 +90,7 @@ def assert_same_memory(operation: str, got: dict[str, Any], expected: dict[str, 
             assert not wrong, f"{operation}: {name} differs in {len(wrong)} bytes, first {wrong[:4]}"
 
 
-def same_on_triton(operation: str, *, scale_on_device: bool = False, gated: bool = False, **case: Any) -> Any:
+def same_on_triton(operation: str, case: dict[str, Any], *, scale_on_device: bool = False, gated: bool = False) -> Any:
     """Calls an operation of the reference, in place, and of Triton on copies of everything, and compares all memory.
 
     `gated`: through a gate, which is open.
@@ -125,7 +125,7 @@ def assert_closed(operation: str, case: dict[str, Any]) -> Any:
 def test_sign_encode_for_every_tail(grad_dtype: torch.dtype | None, state_dtype: torch.dtype) -> None:
     for seed, count in enumerate(TAILS):
         case = sign_encode_case(count, seed=seed, grad_dtype=grad_dtype, state_dtype=state_dtype, pieces=1 + seed % 3)
-        assert same_on_triton("sign_encode", **case) is False
+        assert same_on_triton("sign_encode", case) is False
 
 
 @each_state
@@ -137,7 +137,7 @@ def test_sign_encode_with_gradients_that_are_not_finite(
     case = sign_encode_case(
         TILE + 70, seed=7, grad_dtype=grad_dtype, state_dtype=state_dtype, finite=False, grad_off=3, scale=0.3, pieces=2
     )
-    assert same_on_triton("sign_encode", **case, scale_on_device=on_device) is True
+    assert same_on_triton("sign_encode", case, scale_on_device=on_device) is True
 
 
 @pytest.mark.parametrize("count", [1, 100, TILE])
@@ -146,16 +146,16 @@ def test_one_element_that_is_not_finite_is_enough(count: int) -> None:
     case = sign_encode_case(count, seed=1, grad_dtype=torch.float32, state_dtype=torch.float32)
     behind = case["grad"].as_strided((1,), (1,), case["grad"].storage_offset() + count)
     behind.fill_(torch.nan)
-    assert same_on_triton("sign_encode", **case) is False
+    assert same_on_triton("sign_encode", case) is False
     case["grad"][-1] = torch.inf
-    assert same_on_triton("sign_encode", **case) is True
+    assert same_on_triton("sign_encode", case) is True
 
 
 @each_state
 def test_sign_encode_of_huge_memories(state_dtype: torch.dtype) -> None:
     case = sign_encode_case(300, seed=1, grad_dtype=torch.float32, state_dtype=state_dtype, pieces=3, shift=WORD)
     case["c"][Places(case["runs"]).element - WORD] = hard_gradient(300, state_dtype, random(0))
-    assert same_on_triton("sign_encode", **case) is True
+    assert same_on_triton("sign_encode", case) is True
     assert bool(case["sums"].isinf().any())
 
 
@@ -173,7 +173,7 @@ def test_momentum_encode_for_every_tail(grad_dtype: torch.dtype | None, output: 
             pieces=1 + seed,
             shift=WORD * (seed % 5 > 0),
         )
-        assert same_on_triton("momentum_encode", **case) is False
+        assert same_on_triton("momentum_encode", case) is False
 
 
 @each_output
@@ -192,7 +192,7 @@ def test_momentum_encode_with_gradients_that_are_not_finite(
         grad_off=5,
         scale=-1.7,
     )
-    assert same_on_triton("momentum_encode", **case, scale_on_device=on_device) is True
+    assert same_on_triton("momentum_encode", case, scale_on_device=on_device) is True
 
 
 # The owner's answer --------------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ def test_sign_merge_for_every_tail(workers: int, state_dtype: torch.dtype) -> No
         case = sign_merge_case(
             count, workers=workers, seed=seed, state_dtype=state_dtype, pieces=1 + seed % 3, shift=WORD * (seed % 5 > 0)
         )
-        same_on_triton("sign_merge", **case)
+        same_on_triton("sign_merge", case)
 
 
 # Steps ---------------------------------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ def test_sign_apply_for_every_tail(low_dtype: torch.dtype | None, anchored: bool
             pieces=1 + seed % 3,
             x_off=seed % 3,
         )
-        same_on_triton("sign_apply", **case, gated=seed % 2 == 0)
+        same_on_triton("sign_apply", case, gated=seed % 2 == 0)
 
 
 @each_low
@@ -242,7 +242,7 @@ def test_step_apply_for_every_tail(low_dtype: torch.dtype | None, anchored: bool
             pieces=1 + seed % 3,
             x_off=seed % 3,
         )
-        same_on_triton("step_apply", **case, gated=seed % 2 == 0)
+        same_on_triton("step_apply", case, gated=seed % 2 == 0)
 
 
 def test_behind_a_closed_gate_nothing_is_written() -> None:
@@ -262,7 +262,7 @@ def test_no_runs_are_nothing_to_do(operation: str) -> None:
             70, seed=1, output=1, grad_dtype=torch.float32, state_dtype=torch.float32
         ),
     }
-    same_on_triton(operation, **(cases[operation] | {"runs": torch.zeros(0, 6, dtype=torch.int64)}))
+    same_on_triton(operation, cases[operation] | {"runs": torch.zeros(0, 6, dtype=torch.int64)})
 
 
 # Shards --------------------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from thinwire.kernels.triton.common import (
     take_over,
     tile,
     unpack,
-    word_sums,
+    write_sum,
 )
 
 
@@ -74,7 +74,7 @@ def _adam_apply(
                 old = take_over(x, low, at, mask, HAS_LOW)
                 step = tl.div_rn(momentum * rate, tl.sqrt_rn(variance) * correction + eps)
                 hand_back(x, low, at, mask, tl.where(variance > 0, old * decay - step, old), HAS_LOW)
-            tl.store(sums + word, word_sums(tl.where(mask, variance, 0.0), WORDS), mask=word_mask)
+            write_sum(sums, tl.where(mask, variance, 0.0), WORDS)
 
 
 def adam_apply(
@@ -97,17 +97,17 @@ def adam_apply(
 ) -> Tensor:
     """See the reference; the sum stays on the device. Behind a closed gate it is that of the variances as they are."""
     table, grid = runs_on(x.device, runs)
-    by_word = room_for_sums(grid, x.device)
+    by_tile = room_for_sums(grid, x.device)
     opens, parameter, gated = gate_of(gate)
     launch(
         _adam_apply, grid, x,
-        table, x, low, m, v, gradient, scales, by_word, by_word.shape[-1],
+        table, x, low, m, v, gradient, scales, by_tile, by_tile.shape[-1],
         float(beta1), 1.0 - beta1, float(beta2), 1.0 - beta2, float(eps), float(rate), float(correction), float(decay),
         opens, parameter,
         HAS_LOW=low is not None, BY_SIGN=scales is not None, UPDATE=update_variance, GATED=gated, WORDS=WORDS,
     )  # fmt: skip
     by_run = torch.empty(runs.shape[0], dtype=torch.float64, device=x.device)
-    add_up(table, by_word, by_run)
+    add_up(table, by_tile, by_run)
     return by_run[0] if runs.shape[0] == 1 else sum_of(by_run)
 
 

@@ -21,7 +21,7 @@ from thinwire.kernels.modes import Gate
 
 WORD = tl.constexpr(64)
 WORDS = 32
-"""Words of a tile: 2,048 elements, 16 a thread."""
+"""Words of a tile: 2,048 elements, 16 a thread. Sums are defined by it, in all backends."""
 _RUN_FIELDS = 6
 LIMIT = tl.constexpr(2.0**60)
 """See the reference of signs: memories stay below it."""
@@ -237,34 +237,43 @@ def word_sums(values, WORDS: tl.constexpr):
 
 
 @triton.jit
+def write_sum(sums, values, WORDS: tl.constexpr):
+    """Store the sum of this program's tile among those of its run: its words, which are 32, by halves in double."""
+    words = word_sums(values, WORDS).to(tl.float64)
+    for half in tl.static_range(5):
+        words = tl.sum(tl.reshape(words, (2, 16 >> half)), axis=0)
+    tl.store(sums + tl.program_id(0) + tl.arange(0, 1), words)
+
+
+@triton.jit
 def in_order(numbers, count):
-    """The sum of so many float32, in double and in their order; 32 are loaded at a time, as each addition waits."""
+    """The sum of so many doubles in their order; 32 are loaded at a time, as each addition waits."""
     total = tl.zeros((), dtype=tl.float64)
     for first in range(0, count, 32):
         for i in tl.static_range(32):
-            total += tl.load(numbers + first + i, mask=first + i < count, other=0.0).to(tl.float64)
+            total += tl.load(numbers + first + i, mask=first + i < count, other=0.0)
     return total
 
 
 @triton.jit
-def words_to_sum(runs, words, room):
-    """The numbers of the words of this program's run, for its sum of them, and how many; the grid is `(runs, sums)`."""
+def tiles_to_sum(runs, tiles, room, WORDS: tl.constexpr):
+    """The numbers of the tiles of this program's run, for its sum of them, and how many; the grid is `(runs, sums)`."""
     run, each = tl.program_id(0), tl.num_programs(1)
     count = tl.load(runs + 6 * run + 2)
-    return words + (run * each + tl.program_id(1)).to(tl.int64) * room, (count + 63) // 64
+    return tiles + (run * each + tl.program_id(1)).to(tl.int64) * room, tl.cdiv(count, 64 * WORDS)
 
 
 @triton.jit
-def _add_up(runs, words, sums, room):
-    numbers, count = words_to_sum(runs, words, room)
+def _add_up(runs, tiles, sums, room, WORDS: tl.constexpr):
+    numbers, count = tiles_to_sum(runs, tiles, room, WORDS)
     to = sums + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
     tl.store(to, in_order(numbers, count))
 
 
-def add_up(runs: Tensor, words: Tensor, sums: Tensor) -> None:
-    """Turn the sums of words, `(runs, sums, words)` in float32, into those of runs: in double, in their order."""
-    grid = (words.shape[0], words.shape[1])
-    launch(_add_up, grid, sums, runs, words, sums, words.shape[2], num_warps=1)
+def add_up(runs: Tensor, tiles: Tensor, sums: Tensor) -> None:
+    """Turn the sums of tiles, `(runs, sums, tiles)`, into those of runs, in their order."""
+    grid = (tiles.shape[0], tiles.shape[1])
+    launch(_add_up, grid, sums, runs, tiles, sums, tiles.shape[2], WORDS=WORDS, num_warps=1)
 
 
 @jit(do_not_specialize=["count"])
@@ -273,15 +282,15 @@ def _sum_of(numbers, count, total):
 
 
 def sum_of(numbers: Tensor) -> Tensor:
-    """The sum of a flat tensor, in double and in its order: one float64 of no dimensions, on the device."""
+    """The sum of a flat tensor of doubles in its order: one float64 of no dimensions, on the device."""
     total = torch.empty((), dtype=torch.float64, device=numbers.device)
     launch(_sum_of, (1,), total, numbers, numbers.numel(), total, num_warps=1)
     return total
 
 
 def room_for_sums(grid: tuple[int, int], device: torch.device, each: int = 1) -> Tensor:
-    """Memory for the sums of the words of all runs, `each` a word."""
-    return torch.empty((grid[1], each, grid[0] * WORDS), dtype=torch.float32, device=device)
+    """Memory for the sums of the tiles of all runs, `each` a tile."""
+    return torch.empty((grid[1], each, grid[0]), dtype=torch.float64, device=device)
 
 
 # Masters --------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from torch import Tensor
 from thinwire.kernels.modes import Gate
 from thinwire.kernels.triton.adam import average, average_square
 from thinwire.kernels.triton.common import (
-    WORD,
     WORDS,
     add_up,
     blocks_of,
@@ -31,9 +30,9 @@ from thinwire.kernels.triton.common import (
     sum_of,
     take_over,
     tile,
+    tiles_to_sum,
     unpack,
-    word_sums,
-    words_to_sum,
+    write_sum,
 )
 
 _SUMS = 3
@@ -53,10 +52,10 @@ def _lamb_measure(
 ):  # fmt: skip
     element, in_param, count, byte, _, _ = run_at(runs, tl.program_id(1))
     sums += tl.program_id(1).to(tl.int64) * (3 * room)
-    word, offset = tile(WORDS)
+    _, offset = tile(WORDS)
     for full in tl.static_range(2):
         if has_tile(count, full, WORDS):
-            mask, word_mask = inside(offset, count, full), inside(word * 64, count, full)
+            mask = inside(offset, count, full)
             here, at = element + offset, in_param + offset
             g = tl.load(floats_of(gradient, byte) + offset, mask=mask, other=0.0)
             momentum = average(tl.load(m + here, mask=mask, other=0.0), g, beta1, rest1)
@@ -67,9 +66,9 @@ def _lamb_measure(
             if HAS_LOW:
                 tl.store(x + at, old, mask=mask)
             update = _update(old, momentum, variance, eps, unbias, correction, weight_decay)
-            tl.store(sums + word, word_sums(old * old, WORDS), mask=word_mask)
-            tl.store(sums + room + word, word_sums(update * update, WORDS), mask=word_mask)
-            tl.store(sums + 2 * room + word, word_sums(variance, WORDS), mask=word_mask)
+            write_sum(sums, old * old, WORDS)
+            write_sum(sums + room, update * update, WORDS)
+            write_sum(sums + 2 * room, variance, WORDS)
 
 
 def lamb_measure(
@@ -90,15 +89,15 @@ def lamb_measure(
 ) -> None:
     """See the reference."""
     table, grid = runs_on(x.device, runs)
-    by_word = room_for_sums(grid, x.device, _SUMS)
+    by_tile = room_for_sums(grid, x.device, _SUMS)
     launch(
         _lamb_measure, grid, x,
-        table, x, low, m, v, gradient, by_word, by_word.shape[-1],
+        table, x, low, m, v, gradient, by_tile, by_tile.shape[-1],
         float(beta1), 1.0 - beta1, float(beta2), 1.0 - beta2,
         float(eps), float(unbias), float(correction), float(weight_decay),
         HAS_LOW=low is not None, WORDS=WORDS,
     )  # fmt: skip
-    add_up(table, by_word, sums)
+    add_up(table, by_tile, sums)
 
 
 @jit(do_not_specialize=["eps", "unbias", "correction", "weight_decay", "rate", "parameter"])
@@ -176,28 +175,28 @@ def _onebit_lamb_measure(
             tl.store(w + here, variance, mask=mask)
             direction = tl.where(moves, (momentum * unbias) * of_p, 0.0)
             update = tl.where(moves, direction + old * weight_decay, 0.0)
-            tl.store(sums + word, word_sums(direction * direction, WORDS), mask=word_mask)
-            tl.store(sums + room + word, word_sums(update * update, WORDS), mask=word_mask)
+            write_sum(sums, direction * direction, WORDS)
+            write_sum(sums + room, update * update, WORDS)
             factor = tl.where(moves, tl.div_rn(1.0, of_p * (tl.sqrt_rn(variance) + eps)), 0.0)
             # None is negative, so their bits have their order; and NaN, its sign taken away, is the largest.
             bits = factor.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-            largest = tl.cast(tl.max(bits, axis=1), tl.float32, bitcast=True)
-            tl.store(sums + 2 * room + word, largest, mask=word_mask)
+            largest = tl.cast(tl.max(tl.max(bits, axis=1), axis=0), tl.float32, bitcast=True)
+            tl.store(sums + 2 * room + tl.program_id(0), largest.to(tl.float64))
 
 
 @jit()
-def _add_up_and_find_largest(runs, words, sums, room, AT_ONCE: tl.constexpr):
-    numbers, count = words_to_sum(runs, words, room)
+def _add_up_and_find_largest(runs, tiles, sums, room, AT_ONCE: tl.constexpr, WORDS: tl.constexpr):
+    numbers, count = tiles_to_sum(runs, tiles, room, WORDS)
     to = sums + 3 * tl.program_id(0) + tl.program_id(1)
     if tl.program_id(1) < 2:
         tl.store(to, in_order(numbers, count))
     else:
-        factors = numbers.to(tl.pointer_type(tl.int32))
-        largest = tl.zeros((AT_ONCE,), dtype=tl.int32)
+        factors = numbers.to(tl.pointer_type(tl.int64))
+        largest = tl.zeros((AT_ONCE,), dtype=tl.int64)
         for first in range(0, count, AT_ONCE):
             at = first + tl.arange(0, AT_ONCE)
             largest = tl.maximum(largest, tl.load(factors + at, mask=at < count, other=0))
-        tl.store(to, tl.cast(tl.max(largest, axis=0), tl.float32, bitcast=True).to(tl.float64))
+        tl.store(to, tl.cast(tl.max(largest, axis=0), tl.float64, bitcast=True))
 
 
 def onebit_lamb_measure(
@@ -221,17 +220,17 @@ def onebit_lamb_measure(
 ) -> None:
     """See the reference."""
     table, grid = runs_on(x.device, runs)
-    by_word = room_for_sums(grid, x.device, _SUMS)
-    room = by_word.shape[-1]
+    by_tile = room_for_sums(grid, x.device, _SUMS)
+    room = by_tile.shape[-1]
     launch(
         _onebit_lamb_measure, grid, x,
-        table, x, low, p, w, heard, scales, before, scales_before, by_word, room,
+        table, x, low, p, w, heard, scales, before, scales_before, by_tile, room,
         float(shrink), float(beta1), 1.0 / (1.0 - beta1), float(beta2), 1.0 - beta2,
         float(eps), float(unbias), float(weight_decay),
         HAS_LOW=low is not None, WORDS=WORDS,
     )  # fmt: skip
     grid = (runs.shape[0], _SUMS)
-    launch(_add_up_and_find_largest, grid, sums, table, by_word, sums, room, AT_ONCE=256, num_warps=1)
+    launch(_add_up_and_find_largest, grid, sums, table, by_tile, sums, room, AT_ONCE=256, WORDS=WORDS, num_warps=1)
 
 
 # A norm ---------------------------------------------------------------------------------------------------------------
@@ -239,16 +238,16 @@ def onebit_lamb_measure(
 
 @jit(do_not_specialize=["count"])
 def _squares(values, count, sums, WORDS: tl.constexpr):
-    word, offset = tile(WORDS)
+    _, offset = tile(WORDS)
     for full in tl.static_range(2):
         if has_tile(count, full, WORDS):
             numbers = tl.load(values + offset, mask=inside(offset, count, full), other=0.0)
-            tl.store(sums + word, word_sums(numbers * numbers, WORDS), mask=inside(word * 64, count, full))
+            write_sum(sums, numbers * numbers, WORDS)
 
 
 def square_sum(values: Tensor) -> Tensor:
     """See the reference; the sum stays on the device, a float64 of no dimensions."""
     count = values.numel()
-    by_word = torch.empty(triton.cdiv(count, WORD.value), dtype=torch.float32, device=values.device)
-    launch(_squares, (blocks_of(count),), values, values, count, by_word, WORDS=WORDS)
-    return sum_of(by_word)
+    by_tile = torch.empty(blocks_of(count), dtype=torch.float64, device=values.device)
+    launch(_squares, (blocks_of(count),), values, values, count, by_tile, WORDS=WORDS)
+    return sum_of(by_tile)

@@ -26,8 +26,8 @@ from thinwire.kernels.triton.common import (
     tile,
     unpack,
     widen,
-    word_sums,
     words_of,
+    write_sum,
 )
 
 _SUMS = 3
@@ -57,11 +57,11 @@ def _meant(
 
 @triton.jit
 def _write_sums(sums, word, word_mask, room, change, living, WORDS: tl.constexpr):
-    """The sums of words, of magnitudes, of squares and of the living; `living` are of the run."""
-    tl.store(sums + word, word_sums(tl.where(living, tl.abs(change), 0.0), WORDS), mask=word_mask)
-    tl.store(sums + room + word, word_sums(tl.where(living, change * change, 0.0), WORDS), mask=word_mask)
-    number = tl.sum(living.to(tl.int32), axis=1).to(tl.float32)
-    tl.store(sums + 2 * room + word, number, mask=word_mask)
+    """The sums of a tile, of magnitudes, of squares and of the living; `living` are of the run."""
+    write_sum(sums, tl.where(living, tl.abs(change), 0.0), WORDS)
+    write_sum(sums + room, tl.where(living, change * change, 0.0), WORDS)
+    number = tl.sum(tl.sum(living.to(tl.int32), axis=1), axis=0)
+    tl.store(sums + 2 * room + tl.program_id(0), number.to(tl.float64))
 
 
 @jit(do_not_specialize=["beta", "weight", "scale"])
@@ -125,16 +125,16 @@ def markov_encode(
 ) -> None:
     """See the reference."""
     table, grid = runs_on(known.device, runs)
-    by_word = room_for_sums(grid, known.device, _SUMS)
+    by_tile = room_for_sums(grid, known.device, _SUMS)
     factor, on_device = number(scale)
     launch(
         _markov_encode, grid, known,
-        table, grad, m, known, said, busy, spoke, alive, packets, sent_scales, by_word, by_word.shape[-1], bad,
+        table, grad, m, known, said, busy, spoke, alive, packets, sent_scales, by_tile, by_tile.shape[-1], bad,
         float(beta), float(weight), factor, shift,
         HAS_GRAD=grad is not None, HAS_M=m is not None, ON_DEVICE=on_device, MODE=int(mode), WORDS=WORDS,
         num_warps=_WARPS,
     )  # fmt: skip
-    add_up(table, by_word, sums)
+    add_up(table, by_tile, sums)
 
 
 @jit(do_not_specialize=["workers", "share"])
@@ -180,14 +180,14 @@ def markov_merge(
 ) -> None:
     """See the reference."""
     table, grid = runs_on(mean.device, runs)
-    by_word = room_for_sums(grid, mean.device, _SUMS)
+    by_tile = room_for_sums(grid, mean.device, _SUMS)
     launch(
         _markov_merge, grid, mean,
-        table, rows, rows.stride(0), rows.shape[0], mean, g, alive, answer, scales, by_word, by_word.shape[-1],
+        table, rows, rows.stride(0), rows.shape[0], mean, g, alive, answer, scales, by_tile, by_tile.shape[-1],
         1.0 / rows.shape[0], shift,
         WORDS=WORDS, num_warps=_WARPS,
     )  # fmt: skip
-    add_up(table, by_word, sums)
+    add_up(table, by_tile, sums)
 
 
 @jit(do_not_specialize=["beta", "weight", "scale"])

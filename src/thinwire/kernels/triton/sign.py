@@ -33,8 +33,8 @@ from thinwire.kernels.triton.common import (
     tile,
     unpack,
     widen,
-    word_sums,
     words_of,
+    write_sum,
 )
 
 
@@ -47,12 +47,12 @@ def rest_of(state, scale):
 
 @triton.jit
 def _keep_and_sign(c, at, mask, value, words, word, word_mask, sums, WORDS: tl.constexpr):
-    """Store a memory, write the signs of what was stored, and the sums of the squares of words."""
+    """Store a memory, write the signs of what was stored, and the sum of their squares."""
     kept = narrow(value, c)
     tl.store(c + at, kept, mask=mask)
     wide = tl.where(mask, widen(kept), 0.0)
     tl.store(words + word, pack((wide >= 0) & mask), mask=word_mask)
-    tl.store(sums + word, word_sums(wide * wide, WORDS), mask=word_mask)
+    write_sum(sums, wide * wide, WORDS)
 
 
 # A worker's signs -----------------------------------------------------------------------------------------------------
@@ -100,15 +100,15 @@ def sign_encode(
 ) -> None:
     """See the reference."""
     table, grid = runs_on(c.device, runs)
-    by_word = room_for_sums(grid, c.device)
+    by_tile = room_for_sums(grid, c.device)
     factor, on_device = number(scale)
     launch(
         _sign_encode, grid, c,
-        table, grad, c, heard, packets, sent_scales, heard_scales, by_word, by_word.shape[-1], bad,
+        table, grad, c, heard, packets, sent_scales, heard_scales, by_tile, by_tile.shape[-1], bad,
         float(beta), float(weight), factor, shift,
         HAS_GRAD=grad is not None, ON_DEVICE=on_device, WORDS=WORDS,
     )  # fmt: skip
-    add_up(table, by_word, sums)
+    add_up(table, by_tile, sums)
 
 
 @jit(do_not_specialize=["beta", "weight", "scale", "rate"])
@@ -160,17 +160,17 @@ def momentum_encode(
 ) -> None:
     """See the reference."""
     table, grid = runs_on(c.device, runs)
-    by_word = room_for_sums(grid, c.device) if output == Output.SIGNS else None
+    by_tile = room_for_sums(grid, c.device) if output == Output.SIGNS else None
     factor, on_device = number(scale)
     launch(
         _momentum_encode, grid, c,
-        table, grad, m, c, packets, sent_scales, by_word, 0 if by_word is None else by_word.shape[-1], bad,
+        table, grad, m, c, packets, sent_scales, by_tile, 0 if by_tile is None else by_tile.shape[-1], bad,
         float(beta), float(weight), factor, float(rate), shift,
         HAS_GRAD=grad is not None, ON_DEVICE=on_device, OUTPUT=int(output), WORDS=WORDS,
     )  # fmt: skip
-    if by_word is not None:
+    if by_tile is not None:
         assert sums is not None
-        add_up(table, by_word, sums)
+        add_up(table, by_tile, sums)
 
 
 # The owner's answer ---------------------------------------------------------------------------------------------------
@@ -211,14 +211,14 @@ def sign_merge(
 ) -> None:
     """See the reference; `last_scale` is a float32 on the device."""
     table, grid = runs_on(y.device, runs)
-    by_word = room_for_sums(grid, y.device)
+    by_tile = room_for_sums(grid, y.device)
     launch(
         _sign_merge, grid, y,
-        table, rows, rows.stride(0), rows.shape[0], y, answer, scales, last_scale, by_word, by_word.shape[-1],
+        table, rows, rows.stride(0), rows.shape[0], y, answer, scales, last_scale, by_tile, by_tile.shape[-1],
         1.0 / rows.shape[0], shift,
         WORDS=WORDS,
     )  # fmt: skip
-    add_up(table, by_word, sums)
+    add_up(table, by_tile, sums)
 
 
 # Steps ----------------------------------------------------------------------------------------------------------------
