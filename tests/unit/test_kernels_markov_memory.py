@@ -110,7 +110,7 @@ BAD = [
 
 def encoded(
     backend: str, gradient: Tensor | None, *, mode: int, momentum: bool, alive: str
-) -> tuple[bool, dict[str, Any]]:
+) -> tuple[bool | None, dict[str, Any]]:
     case = markov_encode_case(200, seed=2, pieces=3, mode=mode, momentum=momentum, alive=alive, scale=1.0)
     with kernels_of(backend) as kernels:
         return kernels.markov_encode(**(case | {"grad": gradient})), case

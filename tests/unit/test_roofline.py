@@ -242,14 +242,14 @@ def test_models_are_as_large_as_they_are_called() -> None:
 
 
 def test_sums_and_launches_follow_the_layout() -> None:
-    # Two parameters in one bucket of 4 shards of 2 words; the second one reaches over three of them.
-    model = roofline.Model("small", [3 * WORD, 5 * WORD])
+    # Two parameters in one bucket of 4 shards of 2 tiles; the second one reaches over three of them.
+    model = roofline.Model("small", [3 * TILE, 5 * TILE])
     form = Form("fp32", 4.0)
     assert model.longest_runs == [2, 2]
     assert model.longest_owned_runs == [2]
     method = roofline.METHODS["1-bit Adam, fp32 errors"]
-    words = 2 + 2 + 2  # of both parts, and of the owner's shard
-    assert roofline.sum_seconds(method, form, model) == pytest.approx(words * roofline.SECONDS_A_WORD)
+    tiles = 2 + 2 + 2  # of both parts, and of the owner's shard
+    assert roofline.sum_seconds(method, form, model) == pytest.approx(tiles * roofline.SECONDS_A_TILE)
     each = Counter[str]()
     for kernel in method.kernels(form):
         each[kernel.each] += kernel.launches
