@@ -114,7 +114,7 @@ def test_one_element_that_is_not_finite_is_seen_and_left_alone(
     state = hard_state(256, state_dtype, random(0))
     gradient = torch.randn(count, generator=random(1)).to(grad_dtype)
 
-    def encoded(grad: Tensor) -> tuple[bool, Tensor, Tensor]:
+    def encoded(grad: Tensor) -> tuple[bool | None, Tensor, Tensor]:
         m, b = state[0].clone(), state[1].clone()
         packets = torch.zeros(size, dtype=torch.uint8)
         with kernels_of(backend) as kernels:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import thinwire
 from benchmarks import roofline
-from benchmarks.roofline_kernels import FORMS, METHODS, WORKERS, YARDSTICK, Form, Kernel, local_step
+from benchmarks.roofline_kernels import FORMS, METHODS, TILE, WORKERS, YARDSTICK, Form, Kernel, local_step
 from tests.harness import run_ranks
 from thinwire.cli.stages import MOSTLY_LOCAL, WARMED_UP
 from thinwire.kernels import ops, reference
