@@ -49,7 +49,7 @@ under_sanitizers = THINWIRE_NATIVE_LIBRARY=$(sanitized)/_native.so LD_PRELOAD="$
   ASAN_OPTIONS=detect_leaks=0:detect_stack_use_after_return=0:quarantine_size_mb=16 UBSAN_OPTIONS=print_stacktrace=1
 # Left out: what runs no kernel, what looks beyond tensors (which end where their memory ends here), and what takes long
 # for reasons that have nothing to do with memory.
-left_out := reference or padding or sampled_alike or unbiased or balanced or share_a_column
+left_out := reference or triton or every_backend or padding or sampled_alike or unbiased or balanced or share_a_column
 checked_tests = tests/unit/test_sanitizers.py $(wildcard tests/unit/test_kernels*.py)
 
 sanitize: $(installed) ## run the kernels' tests and fuzz them, with every access checked by ASan and UBSan (needs GCC)
