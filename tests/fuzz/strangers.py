@@ -98,6 +98,8 @@ class Group:
         sender: the rank that a stranger writes into a header, where this one has written that rank.
     """
 
+    _device_types = (torch.device("cpu"),)
+
     def __init__(
         self,
         members: Sequence[int],

@@ -19,6 +19,7 @@ from thinwire.codecs import AddingCodec
 from thinwire.codecs._scratch import Scratch
 from thinwire.kernels import rng
 from thinwire.kernels.ops import Kernels
+from thinwire.wire.memory import HOST
 
 MAX_ELEMENTS = rng.HASH_PRIME
 """Elements beyond it would not be told apart."""
@@ -50,7 +51,7 @@ class CountSketch(AddingCodec):
         self._kernels = kernels
         self.rows, self.columns = rows, columns
         numbers = [[rng.hash_coefficient(seed, row, power) for power in range(4)] for row in range(rows)]
-        self._coefficients = torch.tensor(numbers, dtype=torch.int64)
+        self._coefficients = torch.tensor(numbers, dtype=torch.int64, device=HOST)
         self._scratch = Scratch()
 
     def nbytes(self, length: int) -> int:

@@ -14,6 +14,7 @@ from thinwire.codecs import Projection
 from thinwire.kernels.modes import Say, Source
 from thinwire.kernels.ops import Kernels
 from thinwire.wire.buckets import WORD
+from thinwire.wire.memory import HOST
 
 _WORD_BYTES = WORD // 8
 
@@ -116,4 +117,4 @@ def _words(length: int) -> int:
 
 def _run(length: int) -> Tensor:
     """All of a vector, as kernels want to be told."""
-    return torch.tensor([[0, 0, length, 0, 0, 0]], dtype=torch.int64)
+    return torch.tensor([[0, 0, length, 0, 0, 0]], dtype=torch.int64, device=HOST)

@@ -38,6 +38,7 @@ from thinwire.wire.buckets import Layout, bucket_elements, is_dense
 from thinwire.wire.device_node import DeviceNode
 from thinwire.wire.exchange import Job
 from thinwire.wire.mail import Part
+from thinwire.wire.memory import HOST
 from thinwire.wire.node import Node
 from thinwire.wire.peers import Peers
 from thinwire.wire.topology import Choice, choose
@@ -87,7 +88,7 @@ class WireOptimizer(UnseenSteps):
         self._peers = Peers.of(process_group)
         self._topology = choose(topology, mesh, self._peers)
         self._meter = Meter()
-        self._step_count = torch.zeros((), dtype=torch.int64)
+        self._step_count = torch.zeros((), dtype=torch.int64, device=HOST)
         self._traffic: AnyTraffic | None = None
         """Opened when all ranks have agreed, at the first step or by `attach`."""
         self._repeats = False

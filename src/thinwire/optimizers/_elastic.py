@@ -33,6 +33,7 @@ from thinwire.optimizers import _state_dict
 from thinwire.optimizers._base import WireOptimizer
 from thinwire.optimizers._state import State, Tensors
 from thinwire.wire.buckets import WORD, Layout
+from thinwire.wire.memory import HOST
 from thinwire.wire.peers import Peers
 from thinwire.wire.topology import Topology
 
@@ -149,12 +150,12 @@ class _Estate:
             raise ValueError(f"rank {twin._peers.rank} was saved at {twin._progress()}, rank 0 at {self.progress}")
         for name, own in left.own.items():
             if name not in self.values:
-                self.values[name] = torch.zeros(_end(layout), dtype=torch.float64)
+                self.values[name] = torch.zeros(_end(layout), dtype=torch.float64, device=HOST)
             for of_space, of_state in _stretches(layout):
                 self.values[name][of_space] += own[of_state].double() / topology.workers
         for name, owned in left.owned.items():
             if name not in self.values:
-                self.values[name] = torch.zeros(_end(layout), dtype=owned.dtype)
+                self.values[name] = torch.zeros(_end(layout), dtype=owned.dtype, device=HOST)
             for of_space, of_state in _stretches(layout, topology.node):
                 self.values[name][of_space] = owned[of_state]
         for name, layer in left.layers.items():

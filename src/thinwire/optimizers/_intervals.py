@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from thinwire.wire.memory import HOST
+
 
 def variance_steps(scaler: int, last: int) -> frozenset[int]:
     """The steps up to `last` that update the variance: `scaler` in a row, as many two steps apart, and so on."""
@@ -40,7 +42,7 @@ class Interval:
         # The last step before the variance was frozen (0: not yet); the number of local steps since replicas were
         # equal. Then for each group: the sum of learning rates since, 1 minus what weight decay has left since (so that
         # all of it starts from zero), and the sum of learning rates of the interval before.
-        self.memory = torch.zeros(2 + 3 * groups, dtype=torch.float64)
+        self.memory = torch.zeros(2 + 3 * groups, dtype=torch.float64, device=HOST)
         self._sums, self._losses, self._sums_before = self.memory[2:].view(3, groups)
         self.read()
 
@@ -59,8 +61,8 @@ class Interval:
         """Add a step: the groups' learning rates, and what their weight decay leaves of a parameter."""
         self.local_steps += local
         self.memory[1] = self.local_steps
-        self._sums += torch.tensor(rates, dtype=torch.float64)
-        self._losses.copy_(1.0 - (1.0 - self._losses) * torch.tensor(decays, dtype=torch.float64))
+        self._sums += torch.tensor(rates, dtype=torch.float64, device=HOST)
+        self._losses.copy_(1.0 - (1.0 - self._losses) * torch.tensor(decays, dtype=torch.float64, device=HOST))
 
     def of_groups(self) -> tuple[list[float], list[float]]:
         """For each group the sum of learning rates, and what weight decay has left."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire.wire.buckets import WORD, Layout
+from thinwire.wire.memory import HOST
 
 Tensors = dict[str, Tensor]
 
@@ -63,7 +64,7 @@ class LayerNumbers:
     """
 
     def __init__(self, layers: int, dtype: torch.dtype, start: float = 0) -> None:
-        self.tensor = torch.full((layers,), start, dtype=dtype)
+        self.tensor = torch.full((layers,), start, dtype=dtype, device=HOST)
         self.read()
 
     def read(self) -> None:
@@ -72,4 +73,4 @@ class LayerNumbers:
 
     def write(self) -> None:
         """Put them back into the tensor."""
-        self.tensor.copy_(torch.tensor(self.now, dtype=self.tensor.dtype))
+        self.tensor.copy_(torch.tensor(self.now, dtype=self.tensor.dtype, device=HOST))

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from thinwire.wire.memory import HOST
+
 if TYPE_CHECKING:
     from thinwire.optimizers._base import WireOptimizer
 
@@ -44,7 +46,9 @@ def install(optimizer: WireOptimizer) -> None:
 
 
 def _refuse_half_a_step(registered: Optimizer) -> None:
-    if any(cast("WireOptimizer", registered)._encoded):
+    optimizer = cast("WireOptimizer", registered)
+    optimizer._learn()
+    if any(optimizer._encoded):
         raise RuntimeError(
             "state_dict() between backward and step(): gradients of this step have been sent already, and the state is "
             "neither that before it nor that after it. Save after step()"
@@ -73,7 +77,7 @@ def _take_out(registered: Optimizer, state_dict: dict[str, Any]) -> dict[str, An
                 "frozen, or of another dtype, when the state was saved?"
             )
         for name, value in own.items():
-            loaded = torch.as_tensor(saved[name])
+            loaded = saved[name] if isinstance(saved[name], Tensor) else torch.as_tensor(saved[name], device=HOST)
             if loaded.shape != value.shape or loaded.dtype != value.dtype:
                 raise ValueError(
                     f"parameter {i}: {name!r} is {tuple(loaded.shape)} of {loaded.dtype} in the state dict, this "

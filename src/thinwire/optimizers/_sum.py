@@ -14,6 +14,7 @@ from thinwire.schemes.dense import Dense
 from thinwire.wire.buckets import Layout, bucket_elements
 from thinwire.wire.exchange import Job
 from thinwire.wire.mail import Part
+from thinwire.wire.memory import HOST
 from thinwire.wire.node import Node
 from thinwire.wire.topology import Topology
 
@@ -39,7 +40,7 @@ class Sum:
                     "an AddingCodec, such as CountSketch or Floats"
                 )
         sizes = [codec.nbytes(length) for codec, length in contents]
-        memory = torch.zeros(sum(sizes), dtype=torch.uint8)
+        memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=HOST)
         self.packets = list(memory.split(sizes))
         """One for each content: to be encoded into before `exchange`, and afterwards the encoding of the mean."""
         self._floats = memory.view(torch.float32)

@@ -31,6 +31,7 @@ class UnseenSteps(Paper):
     _meter: Meter
     _skips: Skips
     _step_number: int
+    _inverted: tuple[tuple[int, int], Tensor] | None = None
     _overflowed = False
     """Whether a gradient was not finite in the last step, on any rank; of one that was left to the device nobody knows
     yet."""
@@ -92,7 +93,11 @@ class UnseenSteps(Paper):
             return 1.0
         if self._side is None:
             return 1.0 / float(scale)
-        return scale.detach().to(torch.float64).reciprocal().to(torch.float32)
+        # Asked for every gradient, and changed once a step.
+        now = (scale.data_ptr(), scale._version)
+        if self._inverted is None or self._inverted[0] != now:
+            self._inverted = (now, scale.detach().to(torch.float64).reciprocal().to(torch.float32))
+        return self._inverted[1]
 
     def _refuse_what_devices_cannot(self, groups: Sequence[dict[str, Any]], device: torch.device) -> None:
         """Refuse, before anything is sent, what would make the host wait in every step, or not work at all."""

@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 
 from thinwire._checks import MANY, is_integer
+from thinwire.wire.memory import HOST
 
 _LOG = logging.getLogger("thinwire")
 
@@ -90,7 +91,7 @@ class Warmup:
         self._every = _steps_between_checks(beta2)
         # The step at which it ended (0: not yet) and the last at which a learning rate rose, the variance at the last
         # checks, and the last learning rates.
-        self.memory = torch.zeros(2 + _CHECKS + groups, dtype=torch.float64)
+        self.memory = torch.zeros(2 + _CHECKS + groups, dtype=torch.float64, device=HOST)
         self._sums = self.memory[2 : 2 + _CHECKS]
         self._rates = self.memory[2 + _CHECKS :]
 
@@ -107,7 +108,7 @@ class Warmup:
             variance: the sum of all variances after it.
             rates: the learning rates of the groups in this step.
         """
-        now = torch.tensor(rates, dtype=torch.float64)
+        now = torch.tensor(rates, dtype=torch.float64, device=HOST)
         if step > 1 and bool((now > self._rates).any()):
             self.memory[1] = step
         self._rates.copy_(now)

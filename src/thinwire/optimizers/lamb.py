@@ -110,7 +110,7 @@ def lamb_step(
     }
     measured: list[list[float]] = []
     for part in parts:
-        sums = torch.zeros(part.down_runs.shape[0], 3, dtype=torch.float64)
+        sums = torch.zeros(part.down_runs.shape[0], 3, dtype=torch.float64, device=x.device)
         kernels.lamb_measure(part.down_runs, x, low, m, v, gradient, beta1=beta1, beta2=beta2, **direction, sums=sums)
         measured += sums.tolist()
     size, length = norms([row[:2] for row in measured])

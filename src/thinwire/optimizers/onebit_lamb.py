@@ -201,7 +201,7 @@ class OneBitLamb(FrozenVariance):
         shrink, unbias = 1.0 / self._weight(position), correction(beta1, updates)
         measured: list[list[float]] = []
         for part in parts:
-            sums = torch.zeros(part.down_runs.shape[0], 3, dtype=torch.float64)
+            sums = torch.zeros(part.down_runs.shape[0], 3, dtype=torch.float64, device=x.device)
             self._kernels.onebit_lamb_measure(
                 part.down_runs,
                 x,

@@ -28,6 +28,7 @@ from thinwire.schemes.sketching import Sketching
 from thinwire.wire import packet
 from thinwire.wire.buckets import Layout
 from thinwire.wire.mail import Part
+from thinwire.wire.memory import HOST
 
 
 class SketchedAMSGrad(AdamLike):
@@ -155,7 +156,7 @@ class SketchedAMSGrad(AdamLike):
         self._m, self._error, self._gradient = (
             torch.zeros(layout.own_size, dtype=torch.float32, device=layout.device) for _ in range(3)
         )
-        self._v, self._peak = (torch.ones(layout.size, dtype=torch.float32) for _ in range(2))
+        self._v, self._peak = (torch.ones(layout.size, dtype=torch.float32, device=layout.device) for _ in range(2))
         for position, slot in enumerate(layout.slots):
             for start in (self._v, self._peak):
                 start[slot.start : slot.stop] = self._group_of(position)["eps"]
@@ -170,9 +171,10 @@ class SketchedAMSGrad(AdamLike):
         else:
             k = elements
         self._values = Sum([(Floats(), k), (Floats(), k)], topology, self._kernels)
-        self._indices = torch.zeros(k, dtype=torch.int32)
+        self._indices = torch.zeros(k, dtype=torch.int32, device=HOST)
         self._picked = 0
-        self._ranges = torch.tensor([[slot.start, slot.numel] for slot in layout.slots], dtype=torch.int64).view(-1, 2)
+        ranges = [[slot.start, slot.numel] for slot in layout.slots]
+        self._ranges = torch.tensor(ranges, dtype=torch.int64, device=HOST).view(-1, 2)
         self._slot_edges = _edges([(slot.start, slot.start + slot.numel) for slot in layout.slots])
         self._own_edges = _edges([(b.own_start, b.own_start + b.slice_elements) for b in layout.buckets])
         self._moving: list[int] = []
@@ -236,7 +238,8 @@ class SketchedAMSGrad(AdamLike):
         if self._sketches is not None:
             self._sketch.largest(self._sketches.packets[0], self._peak, ranges, indices)
         elif self._picked:
-            torch.cat([torch.arange(first, first + n, dtype=torch.int32) for first, n in ranges.tolist()], out=indices)
+            of_ranges = [torch.arange(first, first + n, dtype=torch.int32, device=HOST) for first, n in ranges.tolist()]
+            torch.cat(of_ranges, out=indices)
 
     def _take_out(self) -> None:
         """Write what this rank has on the picked coordinates into the packets, out of its error memory."""
@@ -287,7 +290,7 @@ class SketchedAMSGrad(AdamLike):
 
 def _edges(stretches: Sequence[tuple[int, int]]) -> Tensor:
     """Stretches of the flat space as `_between` wants them."""
-    return torch.tensor(stretches, dtype=torch.int32).view(-1)
+    return torch.tensor(stretches, dtype=torch.int32, device=HOST).view(-1)
 
 
 def _between(indices: Tensor, edges: Tensor) -> list[tuple[int, int]]:

@@ -11,6 +11,7 @@ from thinwire.codecs import Codec
 from thinwire.codecs.sign import Sign
 from thinwire.wire.buckets import WORD, Bucket, Layout
 from thinwire.wire.mail import WORD_BYTES, Frame, Mail, Payload
+from thinwire.wire.memory import HOST
 from thinwire.wire.packet import HEADER_BYTES
 
 
@@ -106,6 +107,6 @@ class OwnedRuns:
                     byte = HEADER_BYTES + (piece.start - first) // 8
                     runs[bucket.index].append([piece.start, 0, piece.stop - piece.start, byte, 0, number])
                     self.positions[bucket.index].append(position)
-        self.tables = [torch.tensor(of_bucket, dtype=torch.int64).view(-1, 6) for of_bucket in runs]
+        self.tables = [torch.tensor(of_bucket, dtype=torch.int64, device=HOST).view(-1, 6) for of_bucket in runs]
         self.rows = [torch.arange(len(table), device=layout.device) for table in self.tables]
         """All rows of a table of sums that has one a run."""

@@ -9,13 +9,15 @@ follows in `followed`. No error is remembered: what an encoding leaves out is st
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec, Projection
 from thinwire.codecs.sign import Sign, add_signs
+from thinwire.errors import CorruptPacket
 from thinwire.kernels.modes import Say, Scale
 from thinwire.kernels.ops import Kernels
 from thinwire.schemes import _bits as bits
@@ -106,8 +108,9 @@ class Markov:
         followed = self.followed[first : first + length]
         shift = bucket.shift_of(self._owned.shards)
         mean = self.mean[first - shift : first - shift + length]
-        for packet in frame.received:
-            self._down.decode(_payload(packet, self._down, length), mean, 1.0 / frame.received.shape[0])
+        for worker, packet in enumerate(frame.received):
+            with _told_of(f"the packet of worker {worker} for bucket {bucket.index}"):
+                self._down.decode(_payload(packet, self._down, length), mean, 1.0 / frame.received.shape[0])
         difference = torch.sub(mean, followed, out=self._answer[:length])
         self._down.encode(difference, _payload(frame.answers[shard], self._down, length))
 
@@ -117,11 +120,21 @@ class Markov:
             length = frame.bucket.shard_elements
             for shard, packet in enumerate(frame.answers):
                 first = frame.bucket.start + shard * length
-                self._down.decode(_payload(packet, self._down, length), self.followed[first : first + length])
+                with _told_of(f"the answer for shard {shard} of bucket {frame.bucket.index}"):
+                    self._down.decode(_payload(packet, self._down, length), self.followed[first : first + length])
 
     def contraction(self) -> float:
         """‖c - C(c)‖²/‖c‖² for the differences c that this rank has sent last; NaN where there were none."""
         return self._unsaid.read()
+
+
+@contextmanager
+def _told_of(what: str) -> Iterator[None]:
+    """A codec that cannot make sense of bytes is told whose they are; all ranks are going to hear of it."""
+    try:
+        yield
+    except ValueError as error:
+        raise CorruptPacket(f"{what}: {error}") from error
 
 
 def _payload(packet: Tensor, codec: Codec, length: int) -> Tensor:

@@ -15,6 +15,7 @@ from thinwire.metrics import Meter
 from thinwire.wire import packet
 from thinwire.wire.buckets import Layout
 from thinwire.wire.mail import Frame, Mail
+from thinwire.wire.memory import HOST
 from thinwire.wire.messages import Messages, Pending, complete, waiting_for
 from thinwire.wire.packet import Packet, refused_by
 from thinwire.wire.topology import Topology
@@ -71,7 +72,7 @@ class Verdict:
         self._own = own
         self._layout = layout
         self._kernels = kernels
-        self._notes = torch.zeros(len(ranks), COPIES * packet.HEADER_BYTES, dtype=torch.uint8)
+        self._notes = torch.zeros(len(ranks), COPIES * packet.HEADER_BYTES, dtype=torch.uint8, device=HOST)
         self._packets = [[Packet(copy) for copy in note.view(COPIES, -1)] for note in self._notes]
         self._tag = 2 * len(layout.buckets)
         self._due: Pending = []
@@ -190,10 +191,9 @@ class Exchange:
         with self._meter.vote:
             try:
                 self._check_received(job)
+                merge(frame, shard)
             except CorruptPacket as error:
                 job.refuse(error)
-            else:
-                merge(frame, shard)
             header = job.header(frame.answers, self._mail.layout, self._ranks[node])
             header.seal(self._answers[bucket][shard], self._kernels)
         with waiting_for("a connection to send answers", job.step, bucket):

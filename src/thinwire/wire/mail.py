@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from thinwire.wire.buckets import WORD, Bucket, Layout, Piece, Slot
-from thinwire.wire.memory import memory_of, untouched_zeros
+from thinwire.wire.memory import HOST, memory_of, untouched_zeros
 from thinwire.wire.packet import HEADER_BYTES
 
 WORD_BYTES = WORD // 8
@@ -187,4 +187,4 @@ def fill_words(rows: Tensor, bits: int) -> None:
 
 
 def _table(runs: list[list[int]]) -> Tensor:
-    return torch.tensor(runs, dtype=torch.int64).view(-1, 6)
+    return torch.tensor(runs, dtype=torch.int64, device=HOST).view(-1, 6)

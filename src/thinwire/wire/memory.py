@@ -8,6 +8,9 @@ import mmap
 import torch
 from torch import Tensor
 
+HOST = torch.device("cpu")
+"""Where everything is that is the host's own, whatever torch's default device is."""
+
 
 def untouched_zeros(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """As torch.zeros, which writes all of them: for what one stage of an optimizer needs and another does not.

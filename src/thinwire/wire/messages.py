@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from thinwire.errors import PeerLost
+from thinwire.wire.memory import HOST
 
 Pending = list[tuple[int, Work]]
 """Messages under way, each with the rank at its other end."""
@@ -141,6 +142,6 @@ def hang_up(group: ProcessGroup) -> None:
         if member != group.rank():
             # gloo has no abort(). But a wait that times out closes all connections, those that are still open.
             with suppress(RuntimeError):
-                work = group.recv([torch.empty(1, dtype=torch.uint8)], member, _NOBODY_SENDS)
+                work = group.recv([torch.empty(1, dtype=torch.uint8, device=HOST)], member, _NOBODY_SENDS)
                 assert work is not None, "this rank is a member of the group"
                 work.wait(_AT_ONCE)

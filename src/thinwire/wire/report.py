@@ -12,6 +12,7 @@ from thinwire.kernels.header import NONFINITE, RAISED, REFUSED, STATUS_WORDS, St
 from thinwire.kernels.modes import Gate
 from thinwire.wire.buckets import WORD, Layout
 from thinwire.wire.mail import WORD_BYTES, Frame
+from thinwire.wire.memory import HOST
 from thinwire.wire.packet import refusal_in
 
 _SLOTS = 2
@@ -54,7 +55,8 @@ class Report:
         self._place_of = torch.tensor(place_of, dtype=torch.int64, device=device)
         self.gate = Gate(torch.ones(self._parameters + 1, dtype=torch.int32, device=device), self._parameters)
         pinned = device.type == "cuda"
-        self._slots = [torch.zeros(self._words.shape, dtype=torch.int64, pin_memory=pinned) for _ in range(_SLOTS)]
+        to = torch.zeros(_SLOTS, self._words.numel(), dtype=torch.int64, device=HOST, pin_memory=pinned)
+        self._slots = to.unbind()
         self._next = 0
 
     def begin(self) -> None:
