@@ -13,7 +13,9 @@ from torch import Tensor
 import thinwire
 from tests.distributed.common import by_case, digest, each_case, environment, run_nodes, token_loss, token_net
 from tests.harness import run_ranks
+from thinwire.codecs.topk import TopK
 from thinwire.kernels.header import HEADER_BYTES
+from thinwire.schemes.markov import Markov
 from thinwire.wire.rounds import Members
 
 STREAM = {"THINWIRE_LANE": "stream"}
@@ -211,3 +213,31 @@ def test_grad_scalers_hear_of_an_overflow_of_any_rank_from_the_device() -> None:
         scales, digests = stream
         assert scales[3] == scales[2] / 2
         assert digests[3] == digests[2] != digests[4]
+
+
+def nonsense(rank: int, world_size: int) -> tuple[str, bool]:
+    """What is raised when an owner cannot make sense of a packet whose header is right, and whether anything moved."""
+    with environment(STREAM), pytest.MonkeyPatch.context() as patch:
+        net = token_net()
+        optimizer = thinwire.CDAdam(net.parameters(), codec="topk")
+        for step in range(2):
+            before = digest(net.parameters())
+            if step == 1 and rank == 1:
+
+                def refuse(*_: object) -> None:
+                    raise ValueError("a packet of top-k has indices beyond")
+
+                patch.setattr(TopK, "decode", refuse)
+                patch.setattr(Markov, "seal", lambda *_: None)
+            token_loss(net, rank, step).backward()
+            try:
+                optimizer.step()
+            except thinwire.CorruptPacket as error:
+                return str(error), digest(net.parameters()) != before
+    return "nothing", True
+
+
+def test_a_packet_that_makes_no_sense_is_the_end_for_all() -> None:
+    told = run_ranks(nonsense, 3)
+    assert told[1] == ("the packet of worker 0 for bucket 0: a packet of top-k has indices beyond", False)
+    assert told[0] == told[2] == ("rank 1 refused a packet of step 2: its own error says why", False)

@@ -100,6 +100,12 @@ class Group:
 
     _device_types = (torch.device("cpu"),)
 
+    def _get_backend(self, _: torch.device) -> Group:
+        return self
+
+    def name(self) -> str:
+        return "gloo"
+
     def __init__(
         self,
         members: Sequence[int],

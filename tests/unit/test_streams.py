@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib.metadata
 import subprocess
 import sys
 import warnings
@@ -141,15 +141,20 @@ def no_wishes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_gpus_have_triton_and_the_reference_says_so_once_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     assert ops.backend(CUDA).name == "triton"
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "3.5.1")
     monkeypatch.setattr(ops, "_said", set())
-    with pytest.warns(RuntimeWarning, match="Triton is not installed"):
+    with pytest.warns(RuntimeWarning, match="Triton 3.6 or newer is not installed"):
         assert ops.backend(CUDA).name == "reference"
+
+    def missing(_: str) -> str:
+        raise importlib.metadata.PackageNotFoundError
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert ops.backend(CUDA).name == "reference"
     monkeypatch.setenv("THINWIRE_KERNELS", "triton")
-    with pytest.raises(RuntimeError, match="THINWIRE_KERNELS=triton, but Triton is not installed"):
+    with pytest.raises(RuntimeError, match=r"THINWIRE_KERNELS=triton, but Triton 3\.6 or newer is not installed"):
         ops.backend(CUDA)
 
 
@@ -206,6 +211,20 @@ def test_a_learning_rate_on_a_device_is_refused() -> None:
 def test_a_step_inside_a_cuda_graph_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer = stepping()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    optimizer._refuse_what_devices_cannot(optimizer.param_groups, CPU)
+    optimizer._refuse_capture(CPU)
     with pytest.raises(RuntimeError, match="while a CUDA graph is captured"):
-        optimizer._refuse_what_devices_cannot(optimizer.param_groups, CUDA)
+        optimizer._refuse_capture(CUDA)
+
+
+def test_a_scale_that_takes_the_place_of_another_in_memory_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GradScaler gives step() a new tensor every time, as a rule where the last one was."""
+    monkeypatch.setenv("THINWIRE_LANE", "stream")
+    optimizer = stepping()
+    memory = torch.tensor([4.0])
+    for value in (4.0, 8.0):
+        memory.fill_(value)
+        scale = torch.empty(0).set_(memory.untyped_storage(), 0, (1,), (1,))
+        assert float(optimizer._inverse(scale)) == 1.0 / value
+        assert optimizer._inverse(scale) is optimizer._inverse(scale)
+        scale.mul_(2.0)
+        assert float(optimizer._inverse(scale)) == 0.5 / value

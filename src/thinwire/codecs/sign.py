@@ -7,6 +7,8 @@ but what they write is this.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -115,6 +117,7 @@ def _words(length: int) -> int:
     return -(-length // WORD)
 
 
+@functools.cache
 def _run(length: int) -> Tensor:
     """All of a vector, as kernels want to be told."""
     return torch.tensor([[0, 0, length, 0, 0, 0]], dtype=torch.int64, device=HOST)

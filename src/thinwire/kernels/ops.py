@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-import importlib.util
+import importlib.metadata
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -174,10 +174,12 @@ _NO_COMPILER = (
     "thinwire was installed without its native kernels and runs the torch reference, many times slower. ",
     "Install a C++ compiler (Debian: apt-get install g++) and then thinwire again.",
 )
+_OLDEST_TRITON = (3, 6)
+"""Those before it have no tuples in kernels, or flush subnormal numbers: other bits."""
 _NO_TRITON = (
-    "Triton is not installed, and thinwire runs its torch reference on this GPU: it waits for the GPU many times a "
-    "step, and is many times slower. ",
-    "Install thinwire with the extra 'gpu', which brings it.",
+    "Triton 3.6 or newer is not installed, and thinwire runs its torch reference on this GPU: it waits for the GPU "
+    "many times a step, and is many times slower. ",
+    "Install a torch that brings it (2.10 or newer), or thinwire with the extra 'gpu'.",
 )
 _said: set[str] = set()
 
@@ -210,12 +212,21 @@ def _for_cpu(wanted: str) -> str:
 def _for_cuda(wanted: str) -> str:
     if wanted == "native":
         raise ValueError("THINWIRE_KERNELS='native' with parameters on a GPU: expected 'triton' or 'reference'")
-    if wanted != "reference" and importlib.util.find_spec("triton") is None:
+    if wanted != "reference" and _triton_version() < _OLDEST_TRITON:
         if wanted:
-            raise RuntimeError(f"THINWIRE_KERNELS=triton, but Triton is not installed. {_NO_TRITON[1]}")
+            raise RuntimeError(f"THINWIRE_KERNELS=triton, but Triton 3.6 or newer is not installed. {_NO_TRITON[1]}")
         _say_once(*_NO_TRITON)
         return "reference"
     return wanted or "triton"
+
+
+def _triton_version() -> tuple[int, ...]:
+    """Major and minor, without importing it; nothing where it is not installed."""
+    try:
+        major, minor, *_ = importlib.metadata.version("triton").split(".")
+    except importlib.metadata.PackageNotFoundError:
+        return ()
+    return int(major), int(minor)
 
 
 def _say_once(*what: str) -> None:

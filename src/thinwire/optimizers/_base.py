@@ -236,7 +236,8 @@ class WireOptimizer(UnseenSteps):
             with torch.enable_grad():
                 loss = closure()
         scale = self._amp_scale()
-        self._refuse_what_devices_cannot(self.param_groups, self._layout.device)
+        self._refuse_rates_on_devices(self.param_groups)
+        self._refuse_capture(self._layout.device)
         refuse_thawed(self._frozen)
         rest = [position for position, encoded in enumerate(self._encoded) if not encoded]
         gradients = [gradient_of(self._flat_params[position]) for position in rest]
@@ -271,6 +272,7 @@ class WireOptimizer(UnseenSteps):
 
     def _encode_early(self, position: int, scale: Scale) -> None:
         """Encode one parameter's gradient before `step()` asks for it. Called by `attach` during backward."""
+        self._refuse_capture(self._layout.device)
         with self._open_traffic().whole_or_not_at_all():
             self._encode(position, gradient_of(self._flat_params[position]), scale)
 

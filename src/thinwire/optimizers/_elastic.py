@@ -152,7 +152,7 @@ class _Estate:
             if name not in self.values:
                 self.values[name] = torch.zeros(_end(layout), dtype=torch.float64, device=HOST)
             for of_space, of_state in _stretches(layout):
-                self.values[name][of_space] += own[of_state].double() / topology.workers
+                self.values[name][of_space] += own[of_state].to(HOST).double() / topology.workers
         for name, owned in left.owned.items():
             if name not in self.values:
                 self.values[name] = torch.zeros(_end(layout), dtype=owned.dtype, device=HOST)

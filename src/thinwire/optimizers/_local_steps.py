@@ -113,7 +113,7 @@ class LocalSteps(AdamFamily):
         sent, answered, v, m = (
             self._layout.view(flat, slot, p) for flat in (values["sent"], values["answered"], self._v, self._m)
         )
-        u = sent + answered
+        u = (sent + answered).to(v.device)
         x = self._master(position).double()
         self._set_value(position, torch.where(v > 0, x * decay - u * v, x))
         m.copy_(u / rates)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -89,22 +90,26 @@ class StreamTraffic(AnyTraffic):
         super().__init__(link)
         groups = [group for group in (link.group, link.node_group) if group is not None]
         self._failure = Failure(then=[functools.partial(hang_up, group) for group in groups])
-        self._timeout = None if link.group is None else timeout_of(link.group)
+        self._timeout = timeout_of(groups[0]) if groups else None
         self._side = side
         self._trip: _Trip | None = None
         self.present: list[int] = []
         """The positions of the parameters that have a gradient on some worker, in the last exchange that was waited
         for."""
         self._reported: deque[_Reported] = deque()
+        self._refusal: CorruptPacket | None = None
+        # Whatever becomes of an optimizer in the midst of a step, its memory is not used again before that is done.
+        farewell = weakref.finalize(self, side.streams.join)
+        farewell.atexit = False
 
     def begin(self, channel: Channel, node: AnyNode | None, step: int) -> None:
         """See `AnyTraffic`."""
         self._failure.check()
         rounds = channel.rounds(self.link, self._side.report.status)
-        if self._trip is None or self._trip.mail is not channel.mail:
-            for memory in (channel.mail.sent, channel.mail.answers):
-                self._side.streams.share(memory)
         assert node is None or isinstance(node, DeviceNode)
+        if self._trip is None or self._trip.mail is not channel.mail:
+            for memory in (*channel.mail.memory, *(() if node is None else node.memory)):
+                self._side.streams.share(memory)
         self._trip = _Trip(channel.scheme, channel.mail, rounds, node)
         self._side.report.begin()
 
@@ -143,7 +148,12 @@ class StreamTraffic(AnyTraffic):
                 encode_mean(position, part, node.mean(job, part.up_runs) if present else None)
 
     def _merge(self, trip: _Trip, frame: Frame, shard: int) -> None:
-        trip.scheme.merge(frame, shard)
+        try:
+            trip.scheme.merge(frame, shard)
+        except CorruptPacket as refusal:
+            # The others wait for what comes next: they get it, and in it that it is the end.
+            self._refusal = self._refusal or refusal
+            self._side.report.refuse()
         self.link.kernels.any_of(
             frame.received, frame.up_presence, frame.presence_words, frame.answers[shard], frame.down_presence
         )
@@ -180,8 +190,9 @@ class StreamTraffic(AnyTraffic):
             if not wait_for(reported.mark, seconds):
                 self._give_up(PeerLost("an exchange on the device", "it does not end", step=reported.step))
             findings = self._side.report.read(reported.slot)
-            if findings.refusal is not None:
-                self._give_up(findings.refusal)
+            refusal = self._refusal or findings.refusal
+            if refusal is not None:
+                self._give_up(refusal)
             yield reported.step, findings
 
     def _give_up(self, cause: PeerLost | CorruptPacket) -> NoReturn:

@@ -31,7 +31,8 @@ class UnseenSteps(Paper):
     _meter: Meter
     _skips: Skips
     _step_number: int
-    _inverted: tuple[tuple[int, int], Tensor] | None = None
+    _inverted: tuple[Tensor, int, Tensor] | None = None
+    """A scale, its version, and what is left of it."""
     _overflowed = False
     """Whether a gradient was not finite in the last step, on any rank; of one that was left to the device nobody knows
     yet."""
@@ -93,18 +94,25 @@ class UnseenSteps(Paper):
             return 1.0
         if self._side is None:
             return 1.0 / float(scale)
-        # Asked for every gradient, and changed once a step.
-        now = (scale.data_ptr(), scale._version)
-        if self._inverted is None or self._inverted[0] != now:
-            self._inverted = (now, scale.detach().to(torch.float64).reciprocal().to(torch.float32))
-        return self._inverted[1]
+        # Asked for every gradient, and changed once a step. The scale is held, lest another takes its place in memory.
+        if self._inverted is None or self._inverted[0] is not scale or self._inverted[1] != scale._version:
+            inverse = scale.detach().to(torch.float64).reciprocal().to(torch.float32)
+            self._inverted = (scale, scale._version, inverse)
+        return self._inverted[2]
 
-    def _refuse_what_devices_cannot(self, groups: Sequence[dict[str, Any]], device: torch.device) -> None:
-        """Refuse, before anything is sent, what would make the host wait in every step, or not work at all."""
+    def _taken(self) -> Tensor | None:
+        """Whether the step just asked for is taken, where only the device knows."""
+        return self._side.report.gate.open[-1] if self._side is not None and self._is_unseen else None
+
+    def _refuse_rates_on_devices(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Refuse what would make the host wait in every step."""
         for group in groups:
             lr = group["lr"]
             if isinstance(lr, Tensor) and lr.device.type != "cpu":
                 raise ValueError(f"lr is a tensor on {str(lr.device)!r}: expected a number, or a tensor on the CPU")
+
+    def _refuse_capture(self, device: torch.device) -> None:
+        """Refuse to be part of a CUDA graph, before anything is sent."""
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "step() while a CUDA graph is captured: no two exchanges have the same keys and headers. "

@@ -223,7 +223,7 @@ class Birder(Greeting):
     def _conclude(self) -> None:
         self._hear_everybody()
         if self._votes is not None:
-            self._votes.conclude()
+            self._votes.conclude(self._taken())
 
     def _hear_everybody(self) -> None:
         if self._votes is not None:

@@ -11,7 +11,8 @@ from thinwire.wire.buckets import WORD
 
 
 @functools.cache
-def _places(device: torch.device) -> Tensor:
+def places(device: torch.device) -> Tensor:
+    """Of the bits of a byte. To be asked for once on the stream that all others wait for."""
     return torch.arange(8, dtype=torch.uint8, device=device)
 
 
@@ -24,10 +25,10 @@ def pack(flags: Tensor, into: Tensor) -> None:
     """Write flags into the bytes of whole words, flag `i` at bit `i` (little endian), and zeros behind the last."""
     room = torch.zeros(into.numel(), 8, dtype=torch.uint8, device=into.device)
     room.view(-1)[: flags.numel()] = flags
-    torch.sum(room << _places(into.device), 1, dtype=torch.uint8, out=into)
+    torch.sum(room << places(into.device), 1, dtype=torch.uint8, out=into)
 
 
 def unpack(bits: Tensor, flags: int) -> Tensor:
     """The first `flags` flags of bytes in the last dimension, as bools."""
-    spread = bits.unsqueeze(-1).bitwise_right_shift(_places(bits.device)).bitwise_and_(1)
+    spread = bits.unsqueeze(-1).bitwise_right_shift(places(bits.device)).bitwise_and_(1)
     return spread.flatten(-2)[..., :flags].to(torch.bool)

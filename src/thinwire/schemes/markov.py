@@ -182,6 +182,7 @@ class MarkovSign:
             torch.zeros(len(table), 3, dtype=torch.float64, device=layout.device) for table in self._owned.tables
         ]
         self._codec = Sign(kernels)
+        bits.places(layout.device)
         self.payload = payload_of(self._codec, words_for)
 
     def learn(self, mail: Mail) -> None:

@@ -104,9 +104,10 @@ class StochasticSign:
         total, coordinates = self._last_signal.tolist()
         return total / (self._votes_of * coordinates) if coordinates else math.nan
 
-    def conclude(self) -> None:
-        """Remember what votes were like, when a step has been taken."""
-        self._last_signal.copy_(self._signal)
+    def conclude(self, taken: Tensor | None = None) -> None:
+        """Remember what votes were like when a step is taken; `taken` tells whether, where only a device knows."""
+        signal = self._signal if taken is None else torch.where(taken != 0, self._signal, self._last_signal)
+        self._last_signal.copy_(signal)
 
     def adopt(self) -> None:
         """Bring the map of living coordinates up to date with the answers."""

@@ -134,6 +134,11 @@ class Mail:
             for part in parts:
                 self.contents[part.frame.bucket.index].append((position, part))
 
+    @property
+    def memory(self) -> tuple[Tensor, ...]:
+        """All that packets are in."""
+        return self.sent, self.answers, self._received
+
     def _parts(self, position: int, slot: Slot, first: int) -> list[Part]:
         parts: list[Part] = []
         for index, pieces in itertools.groupby(self.layout.pieces(slot), key=lambda piece: piece.bucket):

@@ -79,10 +79,13 @@ class Peers:
         if self.size == 1:
             return [value]
         device = self._device
-        values = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(self.size)]
-        own = torch.tensor([value], dtype=torch.int64, device=device)
-        self._reach(lambda: dist.all_gather(values, own, group=self.group), stage, step)
-        return [int(each) for each in values]
+
+        def all_of_them() -> list[int]:
+            values = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(self.size)]
+            dist.all_gather(values, torch.tensor([value], dtype=torch.int64, device=device), group=self.group)
+            return [int(each) for each in values]  # on a GPU this is what waits
+
+        return self._reach(all_of_them, stage, step)
 
     def private_group(self, members: Sequence[int]) -> dist.ProcessGroup | None:
         """A group of some of the ranks that nobody else uses, so that its messages cannot mix with others'.
@@ -111,7 +114,7 @@ class Peers:
         return group
 
     def refuse_group_without(self, device: torch.device) -> None:
-        """Refuse a process group that cannot exchange what is on a device.
+        """Refuse a process group that cannot exchange what is on a device, or not from this process as it is.
 
         Raises:
             ValueError: naming both.
@@ -125,6 +128,17 @@ class Peers:
             raise ValueError(
                 f"parameters on {str(device)!r}, and a process group that serves {listed}: expected one with {wanted} "
                 f"for {device.type}, as init_process_group() without a backend makes, or with {wanted!r}"
+            )
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            raise ValueError(
+                f"parameters on {str(device)!r}, but the current device is cuda:{torch.cuda.current_device()}, where "
+                f"collectives would be: call torch.cuda.set_device({device.index}) first"
+            )
+        world = dist.group.WORLD
+        if world is not None and world.bound_device_id is not None and self.size < world.size():
+            raise ValueError(
+                f"process_group has {self.size} of {world.size()} ranks, and init_process_group was given device_id: "
+                "torch then makes groups out of the default one, by all ranks or none. Leave device_id out"
             )
 
     @property

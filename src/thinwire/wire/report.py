@@ -79,6 +79,10 @@ class Report:
         """Open all gates, as it is the host who decides."""
         self.gate.open.fill_(1)
 
+    def refuse(self) -> None:
+        """Raise that a packet was refused for reasons that the host has seen."""
+        self.status[Status.FLAGS].bitwise_or_(REFUSED)
+
     def overflow(self) -> Tensor:
         """1.0 if a gradient was not finite on any rank, else 0.0; on the device."""
         return (self.status[Status.FLAGS] & NONFINITE).to(torch.float32)

@@ -260,7 +260,7 @@ def _birder_apply(
             for plane in tl.static_range(PLANES):
                 bits = tl.load(words_of(answers, byte + plane * plane_bytes) + word, mask=word_mask, other=0)
                 votes += unpack(bits).to(tl.int32) << plane
-            move = -((2 * votes - workers).to(tl.float32) * rate)
+            move = (2 * votes - workers).to(tl.float32) * rate * -1.0
             lives = unpack(tl.load(alive + element // 64 + word, mask=word_mask, other=0))
             _move(x, low, in_param + offset, mask, lives, move, decay, HAS_LOW)
 
@@ -301,7 +301,7 @@ def _dense_apply(
         if has_tile(count, full, WORDS):
             mask = inside(offset, count, full)
             u = tl.load(floats_of(answers, byte) + offset, mask=mask, other=0.0)
-            _move(x, low, in_param + offset, mask, u == u, -(u * lr), decay, HAS_LOW)
+            _move(x, low, in_param + offset, mask, u == u, u * lr * -1.0, decay, HAS_LOW)
 
 
 def dense_apply(

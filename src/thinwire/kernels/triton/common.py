@@ -142,8 +142,8 @@ def pack(bits):
 
 @triton.jit
 def signed(positive, scale):
-    """`scale` where `positive`, else `-scale`."""
-    return tl.where(positive, scale, -scale)
+    """`scale` where `positive`, else `-scale`; by a product, as Triton before 3.8 takes `-x` for `0 - x`."""
+    return tl.where(positive, scale, scale * -1.0)
 
 
 @triton.jit

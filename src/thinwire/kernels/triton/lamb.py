@@ -195,7 +195,9 @@ def _add_up_and_find_largest(runs, tiles, sums, room, AT_ONCE: tl.constexpr, WOR
         largest = tl.zeros((AT_ONCE,), dtype=tl.int64)
         for first in range(0, count, AT_ONCE):
             at = first + tl.arange(0, AT_ONCE)
-            largest = tl.maximum(largest, tl.load(factors + at, mask=at < count, other=0))
+            # A NaN may have got its sign back when it was widened.
+            bits = tl.load(factors + at, mask=at < count, other=0) & 0x7FFFFFFFFFFFFFFF
+            largest = tl.maximum(largest, bits)
         tl.store(to, tl.cast(tl.max(largest, axis=0), tl.float64, bitcast=True))
 
 

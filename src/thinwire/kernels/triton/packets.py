@@ -252,7 +252,9 @@ def _check(
     code = tl.where(mask, code, 0)
     raised = tl.where(mask, raised | tl.where(code != 0, _REFUSED, 0), 0)
     news = tl.max(raised & _NONFINITE, axis=0) | tl.max(raised & _REFUSED, axis=0)
-    tl.store(status + _FLAGS, tl.load(status + _FLAGS) | news)
+    # Of the size that encoding kernels raise `bad` with, who may do so on another stream just now.
+    flags_word = (status + _FLAGS).to(tl.pointer_type(tl.int32))
+    tl.atomic_or(flags_word, news.to(tl.int32), sem="relaxed")
     lowest = tl.min(tl.where(code != 0, row, ROWS), axis=0)
     noted = row == tl.where(tl.load(status + _CODE) == 0, lowest, ROWS)
     tl.store(status + _CODE + row * 0, code, mask=noted)

@@ -1,5 +1,7 @@
 """What is done for a shard as a whole; see the reference."""
 
+# pyright: reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 import torch
@@ -13,11 +15,14 @@ from thinwire.kernels.triton.common import WORD, WORDS, blocks_of, jit, launch, 
 def _shard_scale(sums, which, count, to, also, length, SUMS: tl.constexpr, TWICE: tl.constexpr):
     total = tl.zeros((), dtype=tl.float64)
     living = tl.zeros((), dtype=tl.float64)
-    for i in range(count):
-        row = sums + tl.load(which + i) * SUMS
-        total += tl.load(row)
-        if SUMS == 3:
-            living += tl.load(row + 2)
+    # 32 are loaded at a time, as each addition waits for the one before.
+    for first in range(0, count, 32):
+        for i in tl.static_range(32):
+            there = first + i < count
+            row = sums + tl.load(which + first + i, mask=there, other=0) * SUMS
+            total += tl.load(row, mask=there, other=0.0)
+            if SUMS == 3:
+                living += tl.load(row + 2, mask=there, other=0.0)
     if SUMS == 1:
         living += length
     mean = total / tl.where(living == 0, 1.0, living)
