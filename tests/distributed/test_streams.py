@@ -5,6 +5,7 @@ Laws 1 and 2: collectives instead of messages, gates instead of decisions, anoth
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -16,6 +17,7 @@ import thinwire
 from tests.conformance.test_conformance import OPTIMIZERS, Entry
 from tests.distributed.common import (
     MANY_CASES_SECONDS,
+    Digest,
     Training,
     assert_same_runs,
     brain_net,
@@ -29,7 +31,6 @@ from tests.distributed.common import (
 from tests.harness import run_ranks
 
 STREAM = {"THINWIRE_LANE": "stream"}
-HIERARCHICAL = {"topology": "hierarchical"}
 ON_DEVICES = [entry for entry in OPTIMIZERS if entry.optimizer is not thinwire.SketchedAMSGrad]
 every_entry = pytest.mark.parametrize("entry", ON_DEVICES, ids=str)
 
@@ -45,7 +46,7 @@ def of(entry: Entry, **changes: object) -> Training:
 @every_entry
 def test_streams_and_lanes_give_the_same_bits(entry: Entry) -> None:
     plain = of(entry)
-    assert_same_runs(3, plain, on_stream(plain), on_stream(plain, attach=True))
+    assert_same_runs(2, plain, on_stream(plain, attach=True))
 
 
 def test_buckets_and_dtypes_do_not_matter_on_streams_either() -> None:
@@ -61,34 +62,27 @@ def test_a_worker_alone_needs_no_exchange() -> None:
 
 @every_entry
 def test_nodes_are_workers_on_streams_too(entry: Entry) -> None:
-    plain = of(entry, options={"lr": entry.lr, **entry.options, **HIERARCHICAL})
-    in_bfloat16 = replace(plain, options={**plain.options, "node_dtype": torch.bfloat16}, steps=3)
-    trainings = [plain, on_stream(plain), on_stream(plain, attach=True), in_bfloat16, on_stream(in_bfloat16)]
-    for of_rank in run_nodes(train_each, 2, 2, trainings, timeout=MANY_CASES_SECONDS):
-        expected, stream, attached, narrow, narrow_stream = of_rank
-        assert stream == attached == expected
-        assert narrow_stream == narrow
+    options = {"lr": entry.lr, **entry.options, "topology": "hierarchical", "node_dtype": torch.bfloat16}
+    plain = of(entry, options=options, steps=13)
+    for expected, stream in run_nodes(train_each, 2, 2, [plain, on_stream(plain)], timeout=MANY_CASES_SECONDS):
+        assert stream == expected
 
 
-def infinite_once(model: nn.Module, rank: int, batch: int) -> Tensor:
-    """At the second step, and at the thirteenth, by when all have been through their stages."""
-    return token_loss(model, rank, batch) * (torch.inf if rank == 1 and batch in (10, 120) else 1.0)
-
-
-def without_head(model: nn.Module, rank: int, batch: int) -> Tensor:
-    """A parameter has no gradient on any worker in some steps, and on one of them in others."""
+def troubled(model: nn.Module, rank: int, batch: int) -> Tensor:
+    """A gradient is infinite at the second step, and at the thirteenth, by when all have been through their stages; and
+    a parameter has none on any worker in some steps, and on one of them in others."""
     absent = {"scale": batch in (30, 40, 110), "head.bias": batch in (50, 130) and rank == 0}
     for name, p in model.named_parameters():
         p.requires_grad_(not absent.get(name.removeprefix("module."), False))
-    return token_loss(model, rank, batch)
+    return token_loss(model, rank, batch) * (torch.inf if rank == 1 and batch in (10, 120) else 1.0)
 
 
 @every_entry
-@pytest.mark.parametrize("loss", [infinite_once, without_head])
-def test_steps_that_are_skipped_or_not_for_all_are_so_on_the_device(entry: Entry, loss: object) -> None:
-    plain = of(entry, loss=loss)
+def test_steps_that_are_skipped_or_not_for_all_are_so_on_the_device(entry: Entry) -> None:
+    plain = of(entry, loss=troubled)
     for expected, stream in run_ranks(train_each, 2, [plain, on_stream(plain)], timeout=MANY_CASES_SECONDS):
         assert stream == expected
+        assert len(set(stream)) == plain.steps - 2, "two steps are skipped"
 
 
 def counts_of_skips(rank: int, world_size: int, environments: Sequence[dict[str, str]]) -> list[tuple[int, str]]:
@@ -142,6 +136,12 @@ SHORT = {
 }
 
 
+def interpreted(rank: int, world_size: int, trainings: Sequence[Training]) -> list[list[Digest]]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".* encountered in", RuntimeWarning)  # NumPy's, as it interprets infinities
+        return train_each(rank, world_size, trainings)
+
+
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "optimizer",
@@ -153,7 +153,7 @@ def test_triton_kernels_give_the_same_bits(optimizer: type[torch.optim.Optimizer
     options = {**SHORT.get(optimizer, {}), "bucket_mb": 0.001}
     plain = Training(optimizer, options, small_net, small_loss, steps=5)
     trainings = [plain, replace(plain, environment=TRITON)]
-    for expected, triton in run_ranks(train_each, 2, trainings, timeout=300):
+    for expected, triton in run_ranks(interpreted, 2, trainings, timeout=300):
         assert triton == expected
 
 
