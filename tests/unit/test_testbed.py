@@ -178,13 +178,13 @@ def test_rate_and_bytes() -> None:
     size = 2_500_000
     with Testbed(2, rate="100mbit") as testbed, paired(testbed) as pair:
         before = testbed.bytes_sent()
-        assert 80 < pair.megabits(size) < 110
+        assert 60 < pair.megabits(size) < 150
         acknowledgements, sent = (after - before for after, before in zip(testbed.bytes_sent(), before, strict=True))
         # Frame headers are counted one by one, in all packets that TCP sends as one, too.
         assert 1.04 < sent / (3 * size) < 1.10
         assert 0 < acknowledgements < 0.1 * sent
         testbed.set_rate("400mbit")
-        assert 200 < pair.megabits(size) < 700  # 50 ms: a busy machine lets tokens pile up
+        assert 150 < pair.megabits(size) < 700  # 50 ms: a busy machine lets tokens pile up
         testbed.set_rate("unlimited")
         before = testbed.bytes_sent()[1]
         assert pair.megabits(10 * size) > 500
@@ -221,7 +221,7 @@ def test_one_host_slower_than_the_others() -> None:
         testbed.set_rate("20mbit", host=0)
         assert pair.megabits(size) > 40  # it is host 1 that sends
         testbed.set_rate("20mbit", host=1)
-        assert 10 < pair.megabits(size) < 25
+        assert 5 < pair.megabits(size) < 40
         testbed.set_rate("400mbit", host=1)
         assert pair.megabits(size) > 40
 
