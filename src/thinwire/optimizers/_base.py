@@ -380,14 +380,6 @@ class WireOptimizer(UnseenSteps):
             if dense is not p:
                 p.copy_(dense)
 
-    @property
-    def is_synchronized(self) -> bool:
-        """Whether all replicas are equal. They always are, but for optimizers with local steps."""
-        return True
-
-    def synchronize(self) -> None:
-        """Make all replicas equal, before evaluating or saving; a matter of optimizers with local steps."""
-
     def metrics(self) -> Metrics:
         """What the run has cost so far, on this rank."""
         self._learn()

@@ -81,6 +81,14 @@ class Paper(Optimizer, abc.ABC):
         return self._flat_params[position]
 
     @property
+    def is_synchronized(self) -> bool:
+        """Whether all replicas are equal. They always are, but for optimizers with local steps."""
+        return True
+
+    def synchronize(self) -> None:
+        """Make all replicas equal, before evaluating or saving; a matter of optimizers with local steps."""
+
+    @property
     def _skips_together(self) -> bool:
         """Whether all ranks skip the step under way if one of them does."""
         return True
