@@ -1,4 +1,4 @@
-"""The arithmetic of a step: a torch reference that is the truth, and native kernels that run at the rate of memory.
+"""The arithmetic of a step: a torch reference that is the truth, native kernels for CPUs and Triton's for GPUs.
 
-`ops.backend(device)` chooses. Both offer the functions of `ops.Kernels`, and both give the same bits.
+`ops.backend(device)` chooses. All offer the functions of `ops.Kernels`, and all give the same bits.
 """
