@@ -20,14 +20,12 @@ from torch import Tensor
 
 from thinwire.errors import CorruptPacket, PeerLost
 from thinwire.kernels.ops import Kernels
-from thinwire.optimizers._traffic import AnyNode, AnyTraffic, Channel, EncodeMean, Link, Presence
+from thinwire.optimizers._traffic import AnyNode, AnyTraffic, Channel, EncodeMean, Link, Presence, encode_means
 from thinwire.schemes import Scheme
 from thinwire.wire.buckets import Layout
 from thinwire.wire.device_node import DeviceNode
 from thinwire.wire.exchange import Job
-from thinwire.wire.lane import Failure
 from thinwire.wire.mail import Frame, Mail
-from thinwire.wire.messages import hang_up
 from thinwire.wire.peers import timeout_of
 from thinwire.wire.report import Findings, Report
 from thinwire.wire.rounds import Rounds
@@ -88,9 +86,7 @@ class StreamTraffic(AnyTraffic):
 
     def __init__(self, link: Link, side: Side) -> None:
         super().__init__(link)
-        groups = [group for group in (link.group, link.node_group) if group is not None]
-        self._failure = Failure(then=[functools.partial(hang_up, group) for group in groups])
-        self._timeout = timeout_of(groups[0]) if groups else None
+        self._timeout = timeout_of(self._groups[0]) if self._groups else None
         self._side = side
         self._trip: _Trip | None = None
         self.present: list[int] = []
@@ -121,7 +117,10 @@ class StreamTraffic(AnyTraffic):
         with side.streams.aside():
             if trip.node is not None:
                 assert encode_mean is not None
-                self._encode(trip.node, trip, job, presence, encode_mean, gradients)
+                present = presence.now[job.frame.bucket.index] if gradients else 0
+                if gradients:
+                    trip.node.scatter(job, present)
+                encode_means(trip.node, trip.mail, job, present, encode_mean)  # flags are the device's
             trip.scheme.seal(job.frame)
             trip.mail.fill_presence(job.frame, presence.of(job.frame.bucket.index))
             trip.rounds.exchange(job, functools.partial(self._merge, trip))
@@ -136,17 +135,6 @@ class StreamTraffic(AnyTraffic):
                 slot = side.report.send()
                 self._reported.append(_Reported(job.step, slot, side.streams.mark()))
 
-    def _encode(
-        self, node: DeviceNode, trip: _Trip, job: Job, presence: Presence, encode_mean: EncodeMean, gradients: bool
-    ) -> None:
-        now = presence.now[job.frame.bucket.index]
-        if gradients:
-            node.scatter(job, now)
-        for position, part in trip.mail.contents[job.frame.bucket.index]:
-            if part.up_runs.shape[0]:
-                present = gradients and now & part.presence
-                encode_mean(position, part, node.mean(job, part.up_runs) if present else None)
-
     def _merge(self, trip: _Trip, frame: Frame, shard: int) -> None:
         try:
             trip.scheme.merge(frame, shard)
@@ -154,9 +142,7 @@ class StreamTraffic(AnyTraffic):
             # The others wait for what comes next: they get it, and in it that it is the end.
             self._refusal = self._refusal or refusal
             self._side.report.refuse()
-        self.link.kernels.any_of(
-            frame.received, frame.up_presence, frame.presence_words, frame.answers[shard], frame.down_presence
-        )
+        self._merge_presence(frame, shard)
 
     def join(self) -> None:
         """Let the current stream go on when the exchange is done, with the gates as the report says."""

@@ -28,7 +28,7 @@ from thinwire.wire.exchange import Exchange, Job
 from thinwire.wire.lane import Failure, Lane
 from thinwire.wire.mail import Frame, Mail, Part
 from thinwire.wire.messages import hang_up
-from thinwire.wire.node import Node
+from thinwire.wire.node import Node, Staging
 from thinwire.wire.rounds import Rounds
 from thinwire.wire.topology import Topology
 
@@ -135,6 +135,16 @@ EncodeMean = Callable[[int, Part, Tensor | None], int]
 """Applies the local rule to a part of the parameter at some position, given the node's mean gradient; returns flags."""
 
 
+def encode_means(node: Staging, mail: Mail, job: Job, present: int, encode_mean: EncodeMean) -> int:
+    """Apply the local rule to a bucket, given the node's mean of those that are present; the flags raised."""
+    flags = 0
+    for position, part in mail.contents[job.frame.bucket.index]:
+        if part.up_runs.shape[0]:
+            mean = node.mean(job, part.up_runs) if present & part.presence else None
+            flags |= encode_mean(position, part, mean)
+    return flags
+
+
 class AnyTraffic(abc.ABC):
     """The buckets of one exchange after another, by whatever way.
 
@@ -146,6 +156,9 @@ class AnyTraffic(abc.ABC):
         self.link = link
         self.flags_seen = 0
         """What any rank has raised in the exchange under way or just over."""
+        self._groups = [group for group in (link.group, link.node_group) if group is not None]
+        # Others may wait for ranks that are well, but will say nothing more: they have lost somebody too.
+        self._failure = Failure(then=[functools.partial(hang_up, group) for group in self._groups])
 
     @abc.abstractmethod
     def begin(self, channel: Channel, node: AnyNode | None, step: int) -> None:
@@ -184,6 +197,12 @@ class AnyTraffic(abc.ABC):
     def stop(self, cause: BaseException) -> None:
         """Exchange nothing any more, and let the other ranks know; `drain` says why, ever after."""
 
+    def _merge_presence(self, frame: Frame, shard: int) -> None:
+        """Answer which parameters have a gradient on any worker."""
+        self.link.kernels.any_of(
+            frame.received, frame.up_presence, frame.presence_words, frame.answers[shard], frame.down_presence
+        )
+
     @contextmanager
     def whole_or_not_at_all(self) -> Iterator[None]:
         """Let an exception in the midst of a step, such as Ctrl-C, be the end of this traffic: half a step is sent, and
@@ -200,9 +219,6 @@ class Traffic(AnyTraffic):
 
     def __init__(self, link: Link) -> None:
         super().__init__(link)
-        groups = [group for group in (link.group, link.node_group) if group is not None]
-        # Other lanes may wait for ranks that are well, but will say nothing more: they have lost somebody too.
-        self._failure = Failure(then=[functools.partial(hang_up, group) for group in groups])
         # Three, so that a bucket can be sent while others wait for packets, and others again for answers.
         self._lanes = [Lane(threaded=link.threaded, failure=self._failure) for _ in range(3)]
         self._sending, self._answering, self._collecting = self._lanes
@@ -234,10 +250,7 @@ class Traffic(AnyTraffic):
         bucket = job.frame.bucket.index
         if gradients:
             presence.now[bucket] = node.scatter(job, presence.now[bucket])
-        for position, part in trip.mail.contents[bucket]:
-            if part.up_runs.shape[0]:
-                present = gradients and presence.now[bucket] & part.presence
-                job.flags |= encode_mean(position, part, node.mean(job, part.up_runs) if present else None)
+        job.flags |= encode_means(node, trip.mail, job, presence.now[bucket] if gradients else 0, encode_mean)
         self._send(trip, job, presence)
 
     def _send(self, trip: _Trip, job: Job, presence: Presence) -> None:
@@ -253,9 +266,7 @@ class Traffic(AnyTraffic):
 
     def _merge(self, trip: _Trip, frame: Frame, shard: int) -> None:
         trip.scheme.merge(frame, shard)
-        self.link.kernels.any_of(
-            frame.received, frame.up_presence, frame.presence_words, frame.answers[shard], frame.down_presence
-        )
+        self._merge_presence(frame, shard)
 
     def _collect(self, trip: _Trip, job: Job) -> None:
         trip.exchange.collect(job)

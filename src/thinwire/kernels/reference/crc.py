@@ -10,8 +10,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-_CASTAGNOLI = 0x82F63B78
-_INVERTED = 0xFFFFFFFF
+CASTAGNOLI = 0x82F63B78
+INVERTED = 0xFFFFFFFF
 _TOGETHER = 1 << 20
 """Bytes whose remainders, of 8 bytes each, are held at once."""
 
@@ -24,11 +24,11 @@ def crc32c(data: Tensor, crc: int = 0) -> int:
     assert data.dtype == torch.uint8
     assert data.dim() == 1
     assert data.is_contiguous()
-    assert 0 <= crc <= _INVERTED
-    remainder = crc ^ _INVERTED
+    assert 0 <= crc <= INVERTED
+    remainder = crc ^ INVERTED
     for piece in data.split(_TOGETHER):
-        remainder = _product(remainder, _power_of_x(8 * piece.numel())) ^ _remainder(piece)
-    return remainder ^ _INVERTED
+        remainder = product(remainder, power_of_x(8 * piece.numel())) ^ _remainder(piece)
+    return remainder ^ INVERTED
 
 
 def _remainder(data: Tensor) -> int:
@@ -53,26 +53,28 @@ def _moved(remainders: Tensor, distance: int) -> Tensor:
 @cache
 def _tables(distance: int) -> Tensor:
     """For the four bytes of a remainder: what is left of each of their 256 values when so many zeros follow."""
-    factor, values = _power_of_x(8 * distance), torch.arange(256, device="cpu")
+    factor, values = power_of_x(8 * distance), torch.arange(256, device="cpu")
     tables = torch.zeros((4, 256), dtype=torch.int64, device="cpu")
     for bit in range(32):
-        tables[bit // 8] ^= ((values >> bit % 8) & 1) * _product(1 << bit, factor)
+        tables[bit // 8] ^= ((values >> bit % 8) & 1) * product(1 << bit, factor)
     return tables
 
 
-def _product(a: int, b: int) -> int:
+def product(a: int, b: int) -> int:
+    """Of two polynomials, modulo the one that checksums are made by."""
     total = 0
     for power in range(32):
         if a >> (31 - power) & 1:
             total ^= b
-        b = b >> 1 ^ (_CASTAGNOLI if b & 1 else 0)
+        b = b >> 1 ^ (CASTAGNOLI if b & 1 else 0)
     return total
 
 
-def _power_of_x(n: int) -> int:
+def power_of_x(n: int) -> int:
+    """Of the polynomial x, modulo the same one."""
     power, square = 1 << 31, 1 << 30
     while n:
         if n & 1:
-            power = _product(power, square)
-        square, n = _product(square, square), n >> 1
+            power = product(power, square)
+        square, n = product(square, square), n >> 1
     return power

@@ -29,7 +29,7 @@ from thinwire.kernels.header import (
     VERSION,
     Status,
 )
-from thinwire.kernels.reference.crc import _CASTAGNOLI, _INVERTED, _power_of_x, _product
+from thinwire.kernels.reference.crc import CASTAGNOLI, INVERTED, power_of_x, product
 from thinwire.kernels.triton.common import jit, launch
 
 _GROUP, _GROUPS = 128, 16
@@ -57,12 +57,12 @@ assert CHECKED[0] == "checksum" and len(CHECKED) == 10  # noqa: PT018 - one fact
 @cache
 def _of_length(words: int) -> int:
     """What the inverted bits before and after so many words count for."""
-    return _words(_product(_INVERTED, _power_of_x(32 * words)) ^ _INVERTED)[0]
+    return _words(product(INVERTED, power_of_x(32 * words)) ^ INVERTED)[0]
 
 
 def _words(*values: int) -> list[int]:
     """The lowest 32 bits of numbers, with signs: kernels are compiled for int32, whatever the numbers are."""
-    return [(value & _INVERTED) - ((value & 1 << 31) << 1) for value in values]
+    return [(value & INVERTED) - ((value & 1 << 31) << 1) for value in values]
 
 
 @cache
@@ -71,23 +71,23 @@ def _powers(device: torch.device, tiles: int) -> tuple[Tensor, Tensor, Tensor]:
 
     Each is a row of 32, being times x^0, x^1, ..., x^31; but the words are the columns.
     """
-    by_word, by_group, by_tile = [_power_of_x(32)], [_power_of_x(0)], [_power_of_x(0)]
+    by_word, by_group, by_tile = [power_of_x(32)], [power_of_x(0)], [power_of_x(0)]
     while len(by_word) < _GROUP:
-        by_word.append(_product(by_word[-1], by_word[0]))
+        by_word.append(product(by_word[-1], by_word[0]))
     while len(by_group) < _GROUPS:
-        by_group.append(_product(by_group[-1], by_word[-1]))
-    whole_tile = _product(by_group[-1], by_word[-1])
+        by_group.append(product(by_group[-1], by_word[-1]))
+    whole_tile = product(by_group[-1], by_word[-1])
     while len(by_tile) < tiles:
-        by_tile.append(_product(by_tile[-1], whole_tile))
+        by_tile.append(product(by_tile[-1], whole_tile))
     of_words, of_groups, of_tiles = (_multiples(powers) for powers in (by_word[::-1], by_group, by_tile))
     return of_words.t().contiguous().to(device), of_groups.to(device), of_tiles.to(device)
 
 
 def _multiples(powers: list[int]) -> Tensor:
-    columns = [torch.tensor(powers)]
+    columns = [torch.tensor(powers, device="cpu")]
     while len(columns) < 32:
         last = columns[-1]
-        columns.append((last >> 1) ^ ((last & 1) * _CASTAGNOLI))
+        columns.append((last >> 1) ^ ((last & 1) * CASTAGNOLI))
     return torch.stack(columns, dim=1).to(torch.int32)
 
 
