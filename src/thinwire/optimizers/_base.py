@@ -203,7 +203,7 @@ class WireOptimizer(UnseenSteps):
             mail = self._channel.mail
             arguments = (mail, self._topology, node_group, self._node_dtype, self._kernels, self._meter)
             node = Node(*arguments) if self._side is None else DeviceNode(*arguments, self._side.report.status)
-        return Link(group, node_group, node, self._kernels, self._meter, threaded=self._peers.size > 1)
+        return Link(group, node_group, node, self._kernels, self._meter, threaded=self._peers.threaded)
 
     # A step ----------------------------------------------------------------------------------------------------------
 

@@ -137,8 +137,8 @@ def hang_up(group: ProcessGroup) -> None:
     """Let all waits in a group fail at once, here and, as connections close, at its other members."""
     for device in group._device_types:
         backend = group._get_backend(device)
-        if backend.name() == "nccl":
-            backend.abort()  # its collectives end then, whatever they have brought: headers and checksums tell
+        if backend.name() in ("nccl", "virtual"):
+            backend.abort()  # collectives end then, whatever they have brought: headers and checksums tell
     if HOST not in group._device_types:
         return
     for member in range(group.size()):

@@ -19,6 +19,8 @@ from thinwire.wire.messages import hang_up
 Result = TypeVar("Result")
 _SOON = 1.0
 """Seconds that are no matter, beside a timeout."""
+here = threading.local()
+"""On the thread of a virtual worker, `peers` are the others."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,9 @@ class Peers:
         Raises:
             RuntimeError: when a launcher says there are several processes, but nobody made a process group.
         """
+        virtual: Peers | None = getattr(here, "peers", None)
+        if virtual is not None and process_group is None:
+            return virtual
         if not dist.is_available() or not dist.is_initialized():
             if process_group is not None:
                 raise RuntimeError(f"process_group={process_group!r}, but torch.distributed is not initialised")
@@ -49,6 +54,11 @@ class Peers:
                 f"process_group: rank {dist.get_rank()} is not a member of it; make the optimizer on its members only"
             )
         return cls(group, rank, dist.get_world_size(group))
+
+    @property
+    def threaded(self) -> bool:
+        """Whether lanes are threads, which wait for other workers while this one computes."""
+        return self.size > 1
 
     def ranks(self) -> list[int]:
         """Their ranks in the default group, in order."""
