@@ -11,6 +11,7 @@ try:
     from thinwire.cli import bench, demo, soak, testbed
     from thinwire.cli.chaos import command as chaos
     from thinwire.cli.selftest import command as selftest
+    from thinwire.cli.study import command as study
 except ModuleNotFoundError as error:
     # torch is all the library needs; the command line asks for more, and says which extra brings it.
     if error.name not in {"typer", "rich"}:
@@ -32,6 +33,7 @@ app.add_typer(testbed.app, name="testbed")
 app.command(name="chaos")(chaos.chaos)
 app.command(name="soak")(soak.soak)
 app.command(name="selftest")(selftest.selftest)
+app.command(name="study")(study.study_command)
 
 
 def main() -> None:

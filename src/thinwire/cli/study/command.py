@@ -1,0 +1,156 @@
+"""The command ``thinwire study``."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from thinwire.cli.study import report
+from thinwire.cli.study.images import FASHION_MNIST
+from thinwire.cli.study.methods import METHODS, Setting
+from thinwire.cli.study.runs import Result, Run, run_really, run_virtually
+from thinwire.cli.study.search import FRESH_SEEDS, SEARCH_RUNS, study
+from thinwire.cli.study.store import Store
+from thinwire.cli.study.tasks import Sources, Task, tasks
+
+SECONDS_BETWEEN_LOOKS = 0.2
+_queue: Any = None
+"""In a process of the pool: where its news go."""
+
+
+@dataclass(frozen=True)
+class _News:
+    """What a study in another process has to tell: how far a run is, or that one is over."""
+
+    task: str
+    method: str
+    steps: int
+    """Of the run under way."""
+    runs: int
+    """That are over."""
+
+
+def study_command(
+    output: Annotated[Path, typer.Option(help="Where results are kept, and looked for.")] = Path("thinwire-study"),
+    task: Annotated[list[str] | None, typer.Option(help="Only this task (again for another).")] = None,
+    method: Annotated[list[str] | None, typer.Option(help="Only this optimizer (again for another).")] = None,
+    text: Annotated[Path | None, typer.Option(help="UTF-8 file; by default the help texts of Python.")] = None,
+    pictures: Annotated[Path, typer.Option(help="Directory of the four IDX files.")] = FASHION_MNIST,
+    jobs: Annotated[int, typer.Option(help="Runs at a time, a core each.", min=1)] = os.cpu_count() or 1,
+    processes: Annotated[
+        bool, typer.Option(help="A process a worker, DDP and attach instead of virtual workers: the same bits.")
+    ] = False,
+    only_report: Annotated[bool, typer.Option("--report", help="Run nothing; report what there is.")] = False,
+) -> None:
+    """Does it train as well? Every optimizer on three tasks, its settings searched, the best of them on five seeds.
+
+    Stop it whenever you like: it goes on where it was.
+    """
+    sources = Sources(text, pictures)
+    known = tasks(sources)
+    chosen = _chosen("--task", task, list(known))
+    methods = _chosen("--method", method, list(METHODS))
+    pairs = [(t, m) for t in chosen for m in methods if METHODS[m].only in (None, t)]
+    console = Console()
+    if not only_report:
+        try:
+            for name in chosen:
+                known[name].data()
+        except (OSError, ValueError) as error:
+            raise typer.BadParameter(str(error)) from error
+        _run_all(console, output, sources, known, pairs, jobs, processes=processes)
+    report.write(console, output, [known[name] for name in chosen], methods)
+
+
+def _chosen(option: str, names: list[str] | None, known: list[str]) -> list[str]:
+    for name in names or []:
+        if name not in known:
+            raise typer.BadParameter(f"{name!r} is none of {', '.join(known)}", param_hint=f"'{option}'")
+    return names or known
+
+
+def _run_all(
+    console: Console,
+    output: Path,
+    sources: Sources,
+    known: dict[str, Task],
+    pairs: list[tuple[str, str]],
+    jobs: int,
+    *,
+    processes: bool,
+) -> None:
+    context = multiprocessing.get_context("spawn")
+    news = context.Queue()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with (
+        Progress(*columns, console=console) as progress,
+        ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin, initargs=(news,)) as pool,
+    ):
+        whole = progress.add_task("runs", total=len(pairs) * (SEARCH_RUNS + len(FRESH_SEEDS)))
+        bars: dict[tuple[str, str], TaskID] = {}
+        done: dict[tuple[str, str], int] = {}
+        waiting: set[Future[None]] = {pool.submit(_study, output, sources, t, m, processes=processes) for t, m in pairs}
+        try:
+            while waiting:
+                finished, waiting = wait(waiting, SECONDS_BETWEEN_LOOKS, return_when=FIRST_COMPLETED)
+                for future in finished:
+                    future.result()
+                for told in _all_of(news):
+                    pair = (told.task, told.method)
+                    if pair not in bars:
+                        bars[pair] = progress.add_task(f"{told.task}: {told.method}", total=known[told.task].steps)
+                    done[pair] = told.runs
+                    over = told.runs == SEARCH_RUNS + len(FRESH_SEEDS)
+                    progress.update(bars[pair], completed=told.steps, visible=not over)
+                    progress.update(whole, completed=sum(done.values()))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in multiprocessing.active_children():
+                process.terminate()
+            raise
+
+
+def _all_of(news: Any) -> list[_News]:
+    told = []
+    while True:
+        try:
+            told.append(news.get_nowait())
+        except Empty:
+            return told
+
+
+def _begin(news: Any) -> None:
+    global _queue  # noqa: PLW0603  (what a process of a pool has is given to it like this)
+    _queue = news
+    # Runs share the cores; one that spread over all of them would only disturb the others.
+    torch.set_num_threads(1)
+
+
+def _study(output: Path, sources: Sources, task_name: str, method: str, *, processes: bool) -> None:
+    task = tasks(sources)[task_name]
+    store = Store(output, task, method)
+
+    def measure(setting: Setting, seed: int) -> Result:
+        result = store.find(setting, seed)
+        if result is None:
+            run = Run(sources, task_name, method, setting, seed)
+            result = (run_really if processes else run_virtually)(run, tell)
+            store.add(result)
+        return result
+
+    def tell(steps: int) -> None:
+        if steps % 20 == 0 or steps == task.steps:
+            _queue.put(_News(task_name, method, steps, len(store.results)))
+
+    study(task, METHODS[method], measure)
+    _queue.put(_News(task_name, method, task.steps, SEARCH_RUNS + len(FRESH_SEEDS)))

@@ -1,0 +1,99 @@
+"""What the results of the study come to: the best setting of each method, and how it compares with AdamW."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median, stdev
+
+from thinwire.cli.study.methods import METHODS, Method, Setting
+from thinwire.cli.study.runs import Result
+from thinwire.cli.study.search import FRESH_SEEDS
+from thinwire.cli.study.store import Store
+from thinwire.cli.study.tasks import Task
+
+LINKS = {"100 Mbit/s": 1e8, "1 Gbit/s": 1e9, "10 Gbit/s": 1e10}
+REFERENCE = "adamw"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The best setting of a method on a task, on all fresh seeds."""
+
+    task: Task
+    method: Method
+    results: list[Result]
+
+    @property
+    def setting(self) -> Setting:
+        """The best one."""
+        return self.results[0].setting
+
+    @property
+    def values(self) -> list[float]:
+        """What each seed ended with, less being better."""
+        return [self.task.value(result.final) for result in self.results]
+
+    @property
+    def mean(self) -> float:
+        """Over the seeds."""
+        return fmean(self.values)
+
+    @property
+    def std(self) -> float:
+        """Over the seeds, of one of them."""
+        return stdev(self.values)
+
+    def curve(self) -> list[tuple[int, float]]:
+        """Steps, and the mean of the seeds after each."""
+        by_step = zip(*(result.points for result in self.results), strict=True)
+        return [(points[0].step, fmean(self.task.value(point.score) for point in points)) for points in by_step]
+
+    def bytes_by_step(self) -> list[float]:
+        """What a worker sends, for every step."""
+        return [sent for steps, sent in self.results[0].bytes_sent for _ in range(steps)]
+
+    def seconds(self, bits_per_second: float, compute: float, steps: int | None = None) -> float:
+        """A run, or its first steps, if every worker had a link of its own, and a core: predicted.
+
+        The exchange hides behind forward and backward, unless it only begins when they are over.
+        """
+        together = max if self.method.overlaps else operator.add
+        return sum(together(compute, 8 * sent / bits_per_second) for sent in self.bytes_by_step()[:steps])
+
+    def steps_to(self, value: float) -> int | None:
+        """How many steps it takes to be as good as that, between looks by a straight line; None if it never is."""
+        before: tuple[int, float] | None = None
+        for step, reached in self.curve():
+            if reached <= value:
+                if before is None:
+                    return step
+                share = (before[1] - value) / (before[1] - reached)
+                return math.ceil(before[0] + share * (step - before[0]))
+            before = (step, reached)
+        return None
+
+
+def findings(directory: Path, task: Task, methods: Sequence[str]) -> list[Finding]:
+    """Of all methods whose study of a task is complete, the best first."""
+    found = []
+    for name in methods:
+        by_setting: dict[Setting, dict[int, Result]] = {}
+        for result in Store(directory, task, name).results:
+            by_setting.setdefault(result.setting, {})[result.seed] = result
+        complete = [seeds for seeds in by_setting.values() if set(FRESH_SEEDS) <= set(seeds)]
+        found += [Finding(task, METHODS[name], [seeds[seed] for seed in FRESH_SEEDS]) for seeds in complete[-1:]]
+    return sorted(found, key=lambda finding: finding.mean)
+
+
+def reference(found: Sequence[Finding]) -> Finding | None:
+    """AdamW's among them."""
+    return next((finding for finding in found if finding.method.name == REFERENCE), None)
+
+
+def compute_seconds(found: Sequence[Finding]) -> float:
+    """Forward and backward of a worker: the same for all methods, so the median of all runs."""
+    return median(result.compute_seconds for finding in found for result in finding.results)

@@ -1,0 +1,54 @@
+"""A picture a task: quality against steps, and against what was sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+
+from matplotlib import colormaps
+from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
+
+from thinwire.cli.study.findings import Finding, reference
+from thinwire.cli.study.methods import METHODS
+from thinwire.cli.study.tasks import WORKERS, Task
+
+_COLOURS = dict(zip(METHODS, colormaps["tab10"].colors, strict=True))  # type: ignore[attr-defined]
+HEADROOM = 1.6
+"""How far above the best the worst may be drawn: what is beyond says nothing but that it is beyond."""
+
+
+def plot_task(path: Path, task: Task, found: Sequence[Finding]) -> None:
+    """Write a PNG with two panels, a line a method: means of the seeds, and their spread at the end."""
+    figure = Figure(figsize=(12, 5), layout="constrained")
+    against_steps, against_bytes = figure.subplots(1, 2, sharey=True)
+    for finding in found:
+        steps, values = zip(*finding.curve(), strict=True)
+        sent = list(accumulate(finding.bytes_by_step()))
+        style = {"color": _COLOURS[finding.method.name], "marker": ".", "label": finding.method.title}
+        against_steps.plot(steps, values, **style)
+        against_steps.errorbar(steps[-1], finding.mean, finding.std, color=style["color"], capsize=3)
+        against_bytes.plot([sent[step - 1] / 1e6 for step in steps], values, **style)
+    best = min(finding.mean for finding in found)
+    against_steps.set_ylim(best - 0.05 * best, HEADROOM * best)
+    adamw = reference(found)
+    for panel in (against_steps, against_bytes):
+        if adamw is not None:
+            panel.axhline(adamw.mean, color="black", linewidth=0.8, linestyle=":")
+        panel.grid(alpha=0.25)
+        panel.spines[["top", "right"]].set_visible(False)
+    against_steps.set_xlabel("steps")
+    against_bytes.set_xlabel("sent by a worker (MB)")
+    against_bytes.set_xscale("log")
+    if found[0].results[0].final.accuracy is None:
+        against_steps.set_ylabel("cross-entropy of unseen characters (nats)")
+    else:
+        against_steps.set_ylabel("unseen pictures taken for something else")
+        against_steps.yaxis.set_major_formatter(PercentFormatter(1.0))
+    against_bytes.legend(frameon=False, title="the best in the end first")
+    figure.suptitle(
+        f"{task.title[0].upper()}{task.title[1:]}, {found[0].results[0].parameters:,} parameters, {WORKERS} workers, "
+        f"means of {len(found[0].results)} seeds; dotted: where AdamW ends"
+    )
+    figure.savefig(path, dpi=130, format="png")

@@ -1,0 +1,81 @@
+"""What the study compares with: optimizers of whole gradients, and one of somebody else's bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import ParamsT
+
+from thinwire.wire.peers import Peers
+
+
+def _everybodys(tensors: list[Tensor]) -> list[list[Tensor]]:
+    """For each tensor, all workers'. By the slow path: nobody measures time here."""
+    return [list(of_workers) for of_workers in zip(*Peers.of(None).gather(tensors), strict=True)]
+
+
+def average_gradients(parameters: list[nn.Parameter]) -> None:
+    """Give every worker the mean of all, as DDP does."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    assert len(gradients) == len(parameters), "models of the study use all their parameters"
+    for p, of_workers in zip(parameters, _everybodys(gradients), strict=True):
+        p.grad = torch.stack(of_workers).mean(0)  # a new tensor: others may not have read the old one yet
+
+
+class MeanAdamW(torch.optim.AdamW):
+    """AdamW of the mean gradient: what DDP + AdamW computes."""
+
+    bits = 32.0
+
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """One step of all workers."""
+        average_gradients([p for group in self.param_groups for p in group["params"]])
+        return super().step(closure)
+
+
+class MeanSGD(torch.optim.SGD):
+    """SGD of the mean gradient."""
+
+    bits = 32.0
+
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """One step of all workers."""
+        average_gradients([p for group in self.param_groups for p in group["params"]])
+        return super().step(closure)
+
+
+class DistributedLion(torch.optim.Optimizer):
+    """Distributed Lion with a majority vote (Liu et al., NeurIPS 2024), as an outside reference.
+
+    Worker i sends `s_i = sign(β₁ m_i + (1 - β₁) g_i)`, and then `m_i ← β₂ m_i + (1 - β₂) g_i`; all of them take
+    `x ← (1 - lr·λ) x - lr · sign(Σ s_i)`. A tie moves nothing.
+
+    Args:
+        params: as in torch.optim.
+        lr: learning rate.
+        betas: β₁ and β₂.
+        weight_decay: decoupled decay λ.
+    """
+
+    bits = 1.0
+
+    def __init__(self, params: ParamsT, lr: float, betas: tuple[float, float], weight_decay: float) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """One step of all workers."""
+        assert closure is None
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            ballots = []
+            for p in group["params"]:
+                m = self.state[p].setdefault("m", torch.zeros_like(p))
+                ballots.append(torch.sign(beta1 * m + (1 - beta1) * p.grad))
+                m.mul_(beta2).add_(p.grad, alpha=1 - beta2)
+            for p, of_workers in zip(group["params"], _everybodys(ballots), strict=True):
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.sub_(torch.stack(of_workers).sum(0).sign_(), alpha=group["lr"])

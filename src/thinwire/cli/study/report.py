@@ -1,0 +1,96 @@
+"""What the study says: tables in Markdown, and a picture a task."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.markdown import Markdown
+
+from thinwire.cli.report import byte_count
+from thinwire.cli.study.findings import LINKS, Finding, compute_seconds, findings, reference
+from thinwire.cli.study.tasks import WORKERS, Task
+
+HEAD = ("optimizer", "lr, β, decay", "end, mean ± std", "against AdamW", "steps to AdamW's end", "sent until then")
+
+
+def write(console: Console, directory: Path, tasks: Sequence[Task], methods: Sequence[str]) -> None:
+    """Print the tables, and leave them and the pictures beside the results."""
+    from thinwire.cli.study.plots import plot_task
+
+    sections = []
+    for task in tasks:
+        found = findings(directory, task, methods)
+        if found:
+            sections.append(section(task, found))
+            plot_task(directory / f"{task.name}.png", task, found)
+    if not sections:
+        console.print(f"No study of a task is complete in {directory} yet.")
+        return
+    text = "\n".join(sections)
+    (directory / "tables.md").write_text(text, encoding="utf-8")
+    console.print(Markdown(text))
+
+
+def section(task: Task, found: Sequence[Finding]) -> str:
+    """All tables of a task."""
+    first = found[0].results[0]
+    title = (
+        f"### {task.title[0].upper()}{task.title[1:]}\n\n"
+        f"{first.parameters:,} parameters, {WORKERS} workers × {task.batch} examples, {task.steps} steps; "
+        f"{'loss' if first.final.accuracy is None else 'error rate'} on data not trained on. "
+        f"Forward and backward take a worker {1e3 * compute_seconds(found):.1f} ms on a core of its own.\n"
+    )
+    return "\n".join((title, _quality(task, found), _speed(found)))
+
+
+def _quality(task: Task, found: Sequence[Finding]) -> str:
+    adamw = reference(found)
+    rows = []
+    for finding in found:
+        setting = finding.setting
+        row = [finding.method.title, f"{setting.lr:g}, {setting.beta:g}, {setting.weight_decay:g}"]
+        row.append(shown(task, finding.mean, finding.std))
+        row += ["", "", ""] if adamw is None else _against(finding, adamw)
+        rows.append(row)
+    return _table(HEAD, rows)
+
+
+def _against(finding: Finding, adamw: Finding) -> list[str]:
+    difference = finding.mean - adamw.mean
+    stds = difference / adamw.std
+    percent = f"{100 * difference / adamw.mean:+.1f} %" if _is_loss(finding) else f"{-100 * difference:+.2f} points"
+    against = "" if finding is adamw else f"{percent}, {stds:+.1f} std"
+    # As good as AdamW's worse runs: half of what is exactly as good would never reach its mean.
+    steps = finding.steps_to(adamw.mean + adamw.std)
+    if steps is None:
+        return [against, "not reached", ""]
+    return [against, str(steps), byte_count(sum(finding.bytes_by_step()[:steps]))]
+
+
+def shown(task: Task, mean: float, std: float) -> str:
+    """A mean and its spread: a loss, or how many per cent are right."""
+    if task.name != "pictures":
+        return f"{mean:.4f} ± {std:.4f}"
+    return f"{100 * (1 - mean):.2f} ± {100 * std:.2f} %"
+
+
+def _is_loss(finding: Finding) -> bool:
+    return finding.results[0].final.accuracy is None
+
+
+def _speed(found: Sequence[Finding]) -> str:
+    compute = compute_seconds(found)
+    rows = []
+    for finding in found:
+        sent = sum(finding.bytes_by_step())
+        times = [f"{finding.seconds(rate, compute):.1f} s" for rate in LINKS.values()]
+        rows.append([finding.method.title, byte_count(sent), *times])
+    head = ("optimizer", "sent by a worker in all", *(f"predicted, {link}" for link in LINKS))
+    return _table(head, rows)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)

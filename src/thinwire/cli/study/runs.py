@@ -1,0 +1,203 @@
+"""One run of the study: train, look at the model now and then, and count what was sent."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LambdaLR
+
+import thinwire
+from thinwire.cli import launch
+from thinwire.cli.study.methods import METHODS, Course, Setting
+from thinwire.cli.study.schedule import learning_rate_factor
+from thinwire.cli.study.tasks import WORKERS, Score, Sources, tasks
+from thinwire.optimizers._base import WireOptimizer
+from thinwire.wire import virtual
+
+VALIDATIONS = 12
+Tell = Callable[[int], None]
+"""Hears of every step."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything that decides the bits of a run."""
+
+    sources: Sources
+    task: str
+    method: str
+    setting: Setting
+    seed: int
+
+
+@dataclass(frozen=True)
+class Point:
+    """What the model was worth after a step."""
+
+    step: int
+    score: Score
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run showed. One that diverged has a score of NaN from there on."""
+
+    setting: Setting
+    seed: int
+    points: list[Point]
+    bytes_sent: list[tuple[int, float]]
+    """By each worker, step after step: how many steps in a row sent how much each."""
+    compute_seconds: float
+    """Forward and backward of one worker, on a core of its own."""
+    parameters: int
+
+    @property
+    def final(self) -> Score:
+        """At the end."""
+        return self.points[-1].score
+
+    def to_json(self) -> dict[str, Any]:
+        """For a store; what is not finite is null there."""
+        return {
+            "setting": asdict(self.setting),
+            "seed": self.seed,
+            "points": [
+                [point.step, *(_finite(each) for each in (point.score.loss, point.score.accuracy))]
+                for point in self.points
+            ],
+            "bytes_sent": self.bytes_sent,
+            "compute_seconds": self.compute_seconds,
+            "parameters": self.parameters,
+        }
+
+    @classmethod
+    def from_json(cls, stored: dict[str, Any]) -> Result:
+        """What `to_json` gave."""
+        scores = ((step, math.nan if loss is None else loss, accuracy) for step, loss, accuracy in stored["points"])
+        points = [Point(step, Score(loss, accuracy)) for step, loss, accuracy in scores]
+        return cls(
+            Setting(**stored["setting"]),
+            stored["seed"],
+            points,
+            [(steps, sent) for steps, sent in stored["bytes_sent"]],
+            stored["compute_seconds"],
+            stored["parameters"],
+        )
+
+
+def _finite(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else round(value, 6)
+
+
+def _told_nobody(_: int) -> None:
+    pass
+
+
+def run_virtually(run: Run, tell: Tell = _told_nobody) -> Result:
+    """Train with virtual workers: one core, and the bits of `run_really`."""
+    return virtual.run_workers(WORKERS, train, run, tell)[0]
+
+
+def run_really(run: Run, tell: Tell = _told_nobody) -> Result:
+    """Train with a process a worker, DDP and `attach`."""
+    results: list[Result] = []
+
+    def hear(message: int | Result) -> None:
+        if isinstance(message, Result):
+            results.append(message)
+        else:
+            tell(message)
+
+    launch.run_workers(_train_in_process, WORKERS, (run,), hear)
+    return results[0]
+
+
+def _train_in_process(report: launch.Report, run: Run) -> None:
+    rank = torch.distributed.get_rank()
+    report(train(rank, WORKERS, run, report, attach=True))
+
+
+def train(worker: int, workers: int, run: Run, tell: Tell, *, attach: bool = False) -> Result:
+    """What one of the workers does; worker 0 looks at the model.
+
+    Args:
+        worker: which.
+        workers: of how many.
+        run: what to do.
+        tell: hears of worker 0's steps.
+        attach: whether DDP is to be had, and thinwire's optimizers exchange while backward runs.
+    """
+    task, method = tasks(run.sources)[run.task], METHODS[run.method]
+    torch.manual_seed(run.seed)
+    model = task.model()
+    parameters = list(model.parameters())
+    optimizer = method.build(parameters, run.setting, Course(task.steps, run.seed))
+    trained: nn.Module = model
+    if attach and isinstance(optimizer, WireOptimizer):
+        trained = DistributedDataParallel(model)
+        thinwire.attach(trained, optimizer)
+    schedule = LambdaLR(optimizer, lambda step: learning_rate_factor(step, task.steps))
+    # One order for all workers, of which each takes its row: it depends on the seed alone.
+    order = torch.Generator().manual_seed(run.seed)
+    elements = sum(p.numel() for p in parameters)
+    meter = _ByteMeter(optimizer, workers, elements)
+    points: list[Point] = []
+    computing: list[float] = []
+    for step in range(1, task.steps + 1):
+        batch = task.take(torch.randint(task.examples, (workers, task.batch), generator=order)[worker])
+        begin = time.thread_time()
+        loss = trained(*batch)
+        loss.backward()
+        computing.append(time.thread_time() - begin)
+        try:
+            optimizer.step()
+        except thinwire.TooManySkips:  # on all workers; no more than a step that moved nothing is wrong with it
+            points.append(Point(step, Score(math.nan)))
+            break
+        schedule.step()
+        optimizer.zero_grad()
+        meter.note()
+        if worker == 0:
+            tell(step)
+        if _is_due(step, task.steps):
+            if isinstance(optimizer, WireOptimizer):
+                optimizer.synchronize()
+            if worker == 0:
+                with torch.no_grad():
+                    points.append(Point(step, task.validate(model, last=step == task.steps)))
+    return Result(run.setting, run.seed, points, meter.lengths, median(computing), elements)
+
+
+class _ByteMeter:
+    """What a worker sends in each step: counted, or what its bits make in a reduce-scatter and an all-gather."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, workers: int, elements: int) -> None:
+        self._optimizer = optimizer
+        bits = getattr(optimizer, "bits", 0.0)
+        self._each = 2 * (workers - 1) / workers * bits / 8 * elements
+        self._before = 0.0
+        self.lengths: list[tuple[int, float]] = []
+
+    def note(self) -> None:
+        """A step is over."""
+        sent = self._each
+        if isinstance(self._optimizer, WireOptimizer):
+            total = self._optimizer.metrics().bytes_sent
+            sent, self._before = total - self._before, total
+        if self.lengths and self.lengths[-1][1] == sent:
+            self.lengths[-1] = (self.lengths[-1][0] + 1, sent)
+        else:
+            self.lengths.append((1, sent))
+
+
+def _is_due(step: int, steps: int) -> bool:
+    """Whether this step is one of those, evenly spread, after which the model is looked at; the last one always is."""
+    return step * VALIDATIONS // steps > (step - 1) * VALIDATIONS // steps

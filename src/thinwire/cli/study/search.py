@@ -1,0 +1,64 @@
+"""The same budget for everybody: five learning rates, two other betas, two other decays; then fresh seeds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from thinwire.cli.study.methods import Method, Setting
+from thinwire.cli.study.runs import Result
+from thinwire.cli.study.tasks import Task
+
+SEARCH_SEED = 0
+FRESH_SEEDS = (1, 2, 3, 4, 5)
+RATES = 5
+SEARCH_RUNS = RATES + 4
+Measure = Callable[[Setting, int], Result]
+
+
+def study(task: Task, method: Method, measure: Measure) -> Setting:
+    """Search, and run the best setting on fresh seeds.
+
+    Args:
+        task: what to train.
+        method: by whom.
+        measure: runs a setting with a seed, or knows the result already.
+
+    Returns:
+        The best setting.
+    """
+
+    def cost(setting: Setting) -> float:
+        value = task.value(measure(setting, SEARCH_SEED).final)
+        return value if math.isfinite(value) else math.inf
+
+    best = Setting(rounded(method.lr * task.lr), method.betas[0], method.decays[0])
+    best = replace(best, lr=_best_rate(best.lr, lambda rate: cost(replace(best, lr=rate))))
+    for name, others in (("beta", method.betas[1:]), ("weight_decay", method.decays[1:])):
+        candidates = [best, *(replace(best, **{name: other}) for other in others)]
+        best = min(candidates, key=cost)
+    for seed in FRESH_SEEDS:
+        measure(best, seed)
+    return best
+
+
+def _best_rate(start: float, cost: Callable[[float], float]) -> float:
+    """A factor of 2 apart as long as the best is at an end, then between the best and its better neighbour."""
+    costs: dict[float, float] = {}
+    octave = 0.0
+    for _ in range(RATES):
+        costs[octave] = cost(rounded(start * 2**octave))
+        best = min(costs, key=costs.__getitem__)
+        above = min((other for other in costs if other > best), default=None)
+        below = max((other for other in costs if other < best), default=None)
+        if above is None or below is None:
+            octave = best + 1.0 if above is None else best - 1.0
+        else:
+            octave = (best + min(above, below, key=costs.__getitem__)) / 2
+    return rounded(start * 2 ** min(costs, key=costs.__getitem__))
+
+
+def rounded(rate: float) -> float:
+    """To three digits, so that it looks the same in a file, in a table and in a command."""
+    return float(f"{rate:.3g}")
