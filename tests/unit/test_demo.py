@@ -25,7 +25,8 @@ from thinwire.cli.app import app
 from thinwire.cli.charlm import Corpus, ModelShape
 from thinwire.cli.contenders import CHALLENGERS, Race
 from thinwire.cli.report import Comparison, print_comparison
-from thinwire.cli.training import Outcome, Plan, StepSeconds, _is_due, _learning_rate_factor, train
+from thinwire.cli.schedule import is_due, learning_rate_factor
+from thinwire.cli.training import Outcome, Plan, StepSeconds, train
 from thinwire.optimizers._intervals import local_interval
 
 SCRIPT = Path(sysconfig.get_path("scripts"), "thinwire")
@@ -297,9 +298,9 @@ def test_the_shortest_text_fits(context: int) -> None:
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("steps", [1, 2, 7, 500])
 def test_schedules_cover_the_run(steps: int) -> None:
-    factors = [_learning_rate_factor(step, steps) for step in range(steps)]
+    factors = [learning_rate_factor(step, steps) for step in range(steps)]
     assert max(factors) == 1.0
     assert min(factors) > 0
-    due = [step for step in range(1, steps + 1) if _is_due(step, steps, 12)]
+    due = [step for step in range(1, steps + 1) if is_due(step, steps, 12)]
     assert len(due) == min(steps, 12)
     assert due[-1] == steps

@@ -46,11 +46,11 @@ def optimizer_name(known: Collection[str], description: str) -> Any:
 
 
 def integer(minimum: int, description: str, panel: str | None = None) -> Any:
-    """A whole number, at least `minimum`."""
+    """A whole number, at least `minimum`; or None, where that is the default."""
 
     # typer's own `min=` does not say in every version what was given.
-    def check(value: int) -> int:
-        if value < minimum:
+    def check(value: int | None) -> int | None:
+        if value is not None and value < minimum:
             raise typer.BadParameter(f"must be at least {minimum}, got {value}")
         return value
 

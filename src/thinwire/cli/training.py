@@ -19,6 +19,7 @@ import thinwire
 from thinwire.cli.charlm import CharTransformer, Corpus, ModelShape
 from thinwire.cli.contenders import CHALLENGERS, Contender, Race, adamw
 from thinwire.cli.launch import Report
+from thinwire.cli.schedule import is_due, learning_rate_factor
 from thinwire.optimizers._base import WireOptimizer
 
 EVALUATIONS = 12
@@ -121,7 +122,7 @@ def train(report: Report, plan: Plan) -> None:
     optimizer = plan.contender.build(model.parameters())
     if isinstance(optimizer, WireOptimizer):
         thinwire.attach(model, optimizer)
-    schedule = LambdaLR(optimizer, lambda step: _learning_rate_factor(step, steps))
+    schedule = LambdaLR(optimizer, lambda step: learning_rate_factor(step, steps))
 
     # One stream of windows for the whole group, of which a rank takes its row: the order depends on the seed alone.
     data_order = torch.Generator().manual_seed(seed)
@@ -133,11 +134,11 @@ def train(report: Report, plan: Plan) -> None:
     for step in range(1, steps + 1):
         starts = torch.randint(last_start, (ranks, plan.batch), generator=data_order)[rank]
         batch = corpus.training_batch(starts, plan.shape.context)
-        if _is_due(step, steps, PROBES):
+        if is_due(step, steps, PROBES):
             record.compute_alone.append(_compute_seconds(model, batch))
         _train_step(model, optimizer, batch, record)
         schedule.step()
-        validates = _is_due(step, steps, EVALUATIONS)
+        validates = is_due(step, steps, EVALUATIONS)
         if validates and isinstance(optimizer, WireOptimizer):
             optimizer.synchronize()  # all workers validate, and so the same model
         record.bytes_sent.append(_bytes_sent(optimizer, step, parameters, ranks))
@@ -223,19 +224,6 @@ def _validation_loss(model: nn.Module, corpus: Corpus, context: int) -> float:
         total_and_count += torch.tensor([loss * count, count], dtype=torch.float64)
     dist.all_reduce(total_and_count)
     return (total_and_count[0] / total_and_count[1]).item()
-
-
-def _learning_rate_factor(step: int, steps: int) -> float:
-    """Linear warm-up over a tenth of the run, then half a cosine down to zero."""
-    warm_up = max(1, steps // 10)
-    if step < warm_up:
-        return (step + 1) / warm_up
-    return 0.5 * (1 + math.cos(math.pi * (step - warm_up) / max(1, steps - warm_up)))
-
-
-def _is_due(step: int, steps: int, times: int) -> bool:
-    """Whether this step is one of ``times`` that are spread evenly over all; the last one always is."""
-    return step * times // steps > (step - 1) * times // steps
 
 
 def _mean_over_workers(values: list[float]) -> list[float]:

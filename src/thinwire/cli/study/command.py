@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import Empty
 from typing import Annotated, Any
@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from thinwire.cli.options import integer
 from thinwire.cli.study import report
 from thinwire.cli.study.images import FASHION_MNIST
 from thinwire.cli.study.methods import METHODS, Setting
@@ -24,6 +25,7 @@ from thinwire.cli.study.store import Store
 from thinwire.cli.study.tasks import Sources, Task, tasks
 
 SECONDS_BETWEEN_LOOKS = 0.2
+STEPS_BETWEEN_NEWS = 20
 _queue: Any = None
 """In a process of the pool: where its news go."""
 
@@ -46,7 +48,8 @@ def study_command(
     method: Annotated[list[str] | None, typer.Option(help="Only this optimizer (again for another).")] = None,
     text: Annotated[Path | None, typer.Option(help="UTF-8 file; by default the help texts of Python.")] = None,
     pictures: Annotated[Path, typer.Option(help="Directory of the four IDX files.")] = FASHION_MNIST,
-    jobs: Annotated[int, typer.Option(help="Runs at a time, a core each.", min=1)] = os.cpu_count() or 1,
+    steps: Annotated[int | None, integer(1, "Of every run; by default what a task needs.")] = None,
+    jobs: Annotated[int, integer(1, "Runs at a time, a core each.")] = os.cpu_count() or 1,
     processes: Annotated[
         bool, typer.Option(help="A process a worker, DDP and attach instead of virtual workers: the same bits.")
     ] = False,
@@ -57,7 +60,7 @@ def study_command(
     Stop it whenever you like: it goes on where it was.
     """
     sources = Sources(text, pictures)
-    known = tasks(sources)
+    known = {name: each if steps is None else replace(each, steps=steps) for name, each in tasks(sources).items()}
     chosen = _chosen("--task", task, list(known))
     methods = _chosen("--method", method, list(METHODS))
     pairs = [(t, m) for t in chosen for m in methods if METHODS[m].only in (None, t)]
@@ -68,7 +71,7 @@ def study_command(
                 known[name].data()
         except (OSError, ValueError) as error:
             raise typer.BadParameter(str(error)) from error
-        _run_all(console, output, sources, known, pairs, jobs, processes=processes)
+        _run_all(console, output, known, pairs, jobs, processes=processes)
     report.write(console, output, [known[name] for name in chosen], methods)
 
 
@@ -82,7 +85,6 @@ def _chosen(option: str, names: list[str] | None, known: list[str]) -> list[str]
 def _run_all(
     console: Console,
     output: Path,
-    sources: Sources,
     known: dict[str, Task],
     pairs: list[tuple[str, str]],
     jobs: int,
@@ -99,7 +101,7 @@ def _run_all(
         whole = progress.add_task("runs", total=len(pairs) * (SEARCH_RUNS + len(FRESH_SEEDS)))
         bars: dict[tuple[str, str], TaskID] = {}
         done: dict[tuple[str, str], int] = {}
-        waiting: set[Future[None]] = {pool.submit(_study, output, sources, t, m, processes=processes) for t, m in pairs}
+        waiting: set[Future[None]] = {pool.submit(_study, output, known[t], m, processes=processes) for t, m in pairs}
         try:
             while waiting:
                 finished, waiting = wait(waiting, SECONDS_BETWEEN_LOOKS, return_when=FIRST_COMPLETED)
@@ -136,21 +138,20 @@ def _begin(news: Any) -> None:
     torch.set_num_threads(1)
 
 
-def _study(output: Path, sources: Sources, task_name: str, method: str, *, processes: bool) -> None:
-    task = tasks(sources)[task_name]
+def _study(output: Path, task: Task, method: str, *, processes: bool) -> None:
     store = Store(output, task, method)
+    run = run_really if processes else run_virtually
 
     def measure(setting: Setting, seed: int) -> Result:
         result = store.find(setting, seed)
         if result is None:
-            run = Run(sources, task_name, method, setting, seed)
-            result = (run_really if processes else run_virtually)(run, tell)
+            result = run(Run(task, method, setting, seed), tell)
             store.add(result)
         return result
 
     def tell(steps: int) -> None:
-        if steps % 20 == 0 or steps == task.steps:
-            _queue.put(_News(task_name, method, steps, len(store.results)))
+        if steps % STEPS_BETWEEN_NEWS == 0:
+            _queue.put(_News(task.name, method, steps, len(store.results)))
 
     study(task, METHODS[method], measure)
-    _queue.put(_News(task_name, method, task.steps, SEARCH_RUNS + len(FRESH_SEEDS)))
+    _queue.put(_News(task.name, method, task.steps, SEARCH_RUNS + len(FRESH_SEEDS)))

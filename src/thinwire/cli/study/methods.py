@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import thinwire
-from thinwire.cli.contenders import dense_steps, warm_up
+from thinwire.cli.contenders import dense_steps
 from thinwire.cli.study.references import DistributedLion, MeanAdamW, MeanSGD
 
 
@@ -19,7 +19,7 @@ class Setting:
     """What a search varies."""
 
     lr: float
-    beta: float
+    betas: tuple[float, ...]
     weight_decay: float
 
 
@@ -38,57 +38,54 @@ Build = Callable[[Iterable[nn.Parameter], Setting, Course], torch.optim.Optimize
 class Method:
     """An optimizer with a place to begin the search at, for a task whose `lr` is 1.
 
-    The budget is the same for all: five learning rates, two other betas, two other decays.
+    The budget is the same for all: four learning rates, two other betas, another decay.
     """
 
     name: str
     title: str
     lr: float
-    betas: tuple[float, float, float]
-    """The one to begin with, and two others."""
+    betas: tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]
+    """Those to begin with, and two others."""
     build: Build
-    means: str = "β1"
-    """Which of its settings `beta` is."""
     fixed: dict[str, Any] = field(default_factory=dict)
     """Settings that are not searched, for people to read, and for the store to notice when they change."""
-    decays: tuple[float, float, float] = (0.1, 0.03, 0.3)
+    decays: tuple[float, float] = (0.1, 0.01)
+    """The one to begin with, and another."""
     overlaps: bool = True
     only: str | None = None
     """The task that it is for; None for all."""
 
     def definition(self) -> dict[str, Any]:
         """All that decides a run, but for what is searched."""
-        return {"beta": self.means, **self.fixed}
+        return self.fixed
 
 
-def _adamw(params: Iterable[nn.Parameter], setting: Setting, _: Course) -> torch.optim.Optimizer:
-    betas = (setting.beta, 0.99)
-    return MeanAdamW(params, lr=setting.lr, betas=betas, weight_decay=setting.weight_decay, fused=True)
-
-
-def _sgdm(params: Iterable[nn.Parameter], setting: Setting, _: Course) -> torch.optim.Optimizer:
-    return MeanSGD(params, lr=setting.lr, momentum=setting.beta, weight_decay=setting.weight_decay)
-
-
-def _lion(params: Iterable[nn.Parameter], setting: Setting, _: Course) -> torch.optim.Optimizer:
-    return DistributedLion(params, setting.lr, (setting.beta, 0.99), setting.weight_decay)
-
-
-def _birder(**options: Any) -> Build:
-    def build(params: Iterable[nn.Parameter], setting: Setting, course: Course) -> torch.optim.Optimizer:
-        return thinwire.Birder(
-            params, setting.lr, setting.beta, weight_decay=setting.weight_decay, seed=course.seed, **options
-        )
+def _dense(optimizer: Callable[..., torch.optim.Optimizer], **options: Any) -> Build:
+    def build(params: Iterable[nn.Parameter], setting: Setting, _: Course) -> torch.optim.Optimizer:
+        return optimizer(params, lr=setting.lr, betas=setting.betas, weight_decay=setting.weight_decay, **options)
 
     return build
 
 
-def _after_warm_up(optimizer: type[torch.optim.Optimizer]) -> Build:
+def _sgdm(params: Iterable[nn.Parameter], setting: Setting, _: Course) -> torch.optim.Optimizer:
+    return MeanSGD(params, lr=setting.lr, momentum=setting.betas[0], weight_decay=setting.weight_decay)
+
+
+def _birder(**options: Any) -> Build:
     def build(params: Iterable[nn.Parameter], setting: Setting, course: Course) -> torch.optim.Optimizer:
-        chosen = warm_up(course.steps, longest_memory=0.98)
-        betas = (setting.beta, chosen["betas"][1])
-        options: dict[str, Any] = {**chosen, "betas": betas, "lr": setting.lr, "weight_decay": setting.weight_decay}
-        return optimizer(params, **options)
+        [beta] = setting.betas
+        chosen = {"weight_decay": setting.weight_decay, "seed": course.seed, **options}
+        return thinwire.Birder(params, setting.lr, beta, **chosen)
+
+    return build
+
+
+def _after_warm_up(optimizer: Callable[..., torch.optim.Optimizer]) -> Build:
+    def build(params: Iterable[nn.Parameter], setting: Setting, course: Course) -> torch.optim.Optimizer:
+        dense = dense_steps(course.steps)
+        betas = (setting.betas[0], min(setting.betas[1], 1 - 1 / dense))  # no variance looks back further than that
+        chosen = {"lr": setting.lr, "betas": betas, "weight_decay": setting.weight_decay}
+        return optimizer(params, **chosen, warmup_steps=dense)
 
     return build
 
@@ -98,7 +95,7 @@ def _zero_one_adam(params: Iterable[nn.Parameter], setting: Setting, course: Cou
     return thinwire.ZeroOneAdam(
         params,
         setting.lr,
-        (setting.beta, 0.98),
+        (setting.betas[0], setting.betas[1]),
         weight_decay=setting.weight_decay,
         var_freeze_step=freeze,
         var_update_scaler=min(16, freeze),
@@ -106,46 +103,39 @@ def _zero_one_adam(params: Iterable[nn.Parameter], setting: Setting, course: Cou
     )
 
 
-def _compressed(optimizer: type[torch.optim.Optimizer], **options: Any) -> Build:
-    def build(params: Iterable[nn.Parameter], setting: Setting, course: Course) -> torch.optim.Optimizer:
-        betas = (setting.beta, 0.99)
-        return optimizer(params, **{"lr": setting.lr, "betas": betas, "weight_decay": setting.weight_decay, **options})
-
-    return build
-
-
-_MOMENTA = (0.9, 0.8, 0.95)
-_SHORT = (0.8, 0.7, 0.9)
-_FROZEN = {"warmup": "15 %", "beta2": "0.98, or 1 - 1/warmup"}
+_ADAM = ((0.9, 0.95), (0.8, 0.95), (0.9, 0.99))
+# A variance that is frozen after 15 % of so short a run cannot look back further.
+_FROZEN = ((0.9, 0.95), (0.8, 0.95), (0.9, 0.966))
+# Compressed differences trail behind the gradient, which is a momentum by itself.
+_TRAILING = ((0.0, 0.99), (0.5, 0.99), (0.0, 0.999))
 
 METHODS = {
     method.name: method
     for method in (
-        Method("adamw", "AdamW", 5e-3, _MOMENTA, _adamw, fixed={"beta2": 0.99}),
-        Method("sgdm", "SGDM", 0.2, _MOMENTA, _sgdm, means="momentum", decays=(1e-3, 0.0, 5e-3), only="pictures"),
-        Method("birder-bit", "Birder", 4e-3, _SHORT, _birder(), means="β", fixed={"downlink": "bit"}),
+        Method("adamw", "AdamW", 5e-3, _ADAM, _dense(MeanAdamW, fused=True)),
+        Method("sgdm", "SGDM", 0.2, ((0.9,), (0.8,), (0.95,)), _sgdm, decays=(1e-3, 0.0), only="pictures"),
+        Method("birder-bit", "Birder, bit", 8e-3, ((0.7,), (0.8,), (0.6,)), _birder(), {"downlink": "bit"}),
         Method(
             "birder-votes",
             "Birder, votes",
-            6e-3,
-            _SHORT,
+            1e-2,
+            ((0.7,), (0.8,), (0.6,)),
             _birder(downlink="votes"),
-            means="β",
-            fixed={"downlink": "votes"},
+            {"downlink": "votes"},
         ),
-        Method("onebit-adam", "1-bit Adam", 5e-3, _MOMENTA, _after_warm_up(thinwire.OneBitAdam), fixed=_FROZEN),
-        Method("zero-one-adam", "0/1 Adam", 5e-3, _MOMENTA, _zero_one_adam, fixed={"freeze": "15 %", "interval": 4}),
-        Method("onebit-lamb", "1-bit LAMB", 1e-2, _MOMENTA, _after_warm_up(thinwire.OneBitLamb), fixed=_FROZEN),
-        Method("cd-adam", "CD-Adam", 2e-3, _MOMENTA, _compressed(thinwire.CDAdam), fixed={"beta2": 0.99}),
+        Method("onebit-adam", "1-bit Adam", 5e-3, _FROZEN, _after_warm_up(thinwire.OneBitAdam), {"warm-up": 0.15}),
+        Method("zero-one-adam", "0/1 Adam", 5e-3, _FROZEN, _zero_one_adam, {"freeze": 0.15, "interval": 4}),
+        Method("onebit-lamb", "1-bit LAMB", 1e-2, _FROZEN, _after_warm_up(thinwire.OneBitLamb), {"warm-up": 0.15}),
+        Method("cd-adam", "CD-Adam", 4e-3, _TRAILING, _dense(thinwire.CDAdam)),
         Method(
             "sketched-amsgrad",
             "SketchedAMSGrad",
-            1e-3,
-            _MOMENTA,
-            _compressed(thinwire.SketchedAMSGrad, eps=1e-4),
-            fixed={"beta2": 0.99, "eps": 1e-4},
+            4e-3,
+            ((0.0, 0.99), (0.5, 0.99), (0.9, 0.99)),
+            _dense(thinwire.SketchedAMSGrad, eps=1e-4),
+            {"eps": 1e-4},
             overlaps=False,
         ),
-        Method("lion", "Distributed Lion", 5e-4, _MOMENTA, _lion, fixed={"beta2": 0.99}),
+        Method("lion", "Distributed Lion", 5e-4, ((0.9, 0.99), (0.95, 0.98), (0.8, 0.95)), _dense(DistributedLion)),
     )
 }

@@ -10,6 +10,7 @@ from rich.markdown import Markdown
 
 from thinwire.cli.report import byte_count
 from thinwire.cli.study.findings import LINKS, Finding, compute_seconds, findings, reference
+from thinwire.cli.study.methods import Setting
 from thinwire.cli.study.tasks import WORKERS, Task
 
 HEAD = ("optimizer", "lr, β, decay", "end, mean ± std", "against AdamW", "steps to AdamW's end", "sent until then")
@@ -50,7 +51,7 @@ def _quality(task: Task, found: Sequence[Finding]) -> str:
     rows = []
     for finding in found:
         setting = finding.setting
-        row = [finding.method.title, f"{setting.lr:g}, {setting.beta:g}, {setting.weight_decay:g}"]
+        row = [finding.method.title, f"{setting.lr:g}, {_betas(setting)}, {setting.weight_decay:g}"]
         row.append(shown(task, finding.mean, finding.std))
         row += ["", "", ""] if adamw is None else _against(finding, adamw)
         rows.append(row)
@@ -74,6 +75,11 @@ def shown(task: Task, mean: float, std: float) -> str:
     if task.name != "pictures":
         return f"{mean:.4f} ± {std:.4f}"
     return f"{100 * (1 - mean):.2f} ± {100 * std:.2f} %"
+
+
+def _betas(setting: Setting) -> str:
+    listed = ", ".join(f"{beta:g}" for beta in setting.betas)
+    return listed if len(setting.betas) == 1 else f"({listed})"
 
 
 def _is_loss(finding: Finding) -> bool:

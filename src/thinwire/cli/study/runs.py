@@ -16,9 +16,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import thinwire
 from thinwire.cli import launch
+from thinwire.cli.schedule import is_due, learning_rate_factor
 from thinwire.cli.study.methods import METHODS, Course, Setting
-from thinwire.cli.study.schedule import learning_rate_factor
-from thinwire.cli.study.tasks import WORKERS, Score, Sources, tasks
+from thinwire.cli.study.tasks import LAST_RATE, WORKERS, Score, Task
 from thinwire.optimizers._base import WireOptimizer
 from thinwire.wire import virtual
 
@@ -31,8 +31,7 @@ Tell = Callable[[int], None]
 class Run:
     """Everything that decides the bits of a run."""
 
-    sources: Sources
-    task: str
+    task: Task
     method: str
     setting: Setting
     seed: int
@@ -84,7 +83,7 @@ class Result:
         scores = ((step, math.nan if loss is None else loss, accuracy) for step, loss, accuracy in stored["points"])
         points = [Point(step, Score(loss, accuracy)) for step, loss, accuracy in scores]
         return cls(
-            Setting(**stored["setting"]),
+            Setting(**{**stored["setting"], "betas": tuple(stored["setting"]["betas"])}),
             stored["seed"],
             points,
             [(steps, sent) for steps, sent in stored["bytes_sent"]],
@@ -135,16 +134,16 @@ def train(worker: int, workers: int, run: Run, tell: Tell, *, attach: bool = Fal
         tell: hears of worker 0's steps.
         attach: whether DDP is to be had, and thinwire's optimizers exchange while backward runs.
     """
-    task, method = tasks(run.sources)[run.task], METHODS[run.method]
+    task = run.task
     torch.manual_seed(run.seed)
     model = task.model()
     parameters = list(model.parameters())
-    optimizer = method.build(parameters, run.setting, Course(task.steps, run.seed))
+    optimizer = METHODS[run.method].build(parameters, run.setting, Course(task.steps, run.seed))
     trained: nn.Module = model
     if attach and isinstance(optimizer, WireOptimizer):
         trained = DistributedDataParallel(model)
         thinwire.attach(trained, optimizer)
-    schedule = LambdaLR(optimizer, lambda step: learning_rate_factor(step, task.steps))
+    schedule = LambdaLR(optimizer, lambda step: learning_rate_factor(step, task.steps, LAST_RATE))
     # One order for all workers, of which each takes its row: it depends on the seed alone.
     order = torch.Generator().manual_seed(run.seed)
     elements = sum(p.numel() for p in parameters)
@@ -167,7 +166,7 @@ def train(worker: int, workers: int, run: Run, tell: Tell, *, attach: bool = Fal
         meter.note()
         if worker == 0:
             tell(step)
-        if _is_due(step, task.steps):
+        if is_due(step, task.steps, VALIDATIONS):
             if isinstance(optimizer, WireOptimizer):
                 optimizer.synchronize()
             if worker == 0:
@@ -196,8 +195,3 @@ class _ByteMeter:
             self.lengths[-1] = (self.lengths[-1][0] + 1, sent)
         else:
             self.lengths.append((1, sent))
-
-
-def _is_due(step: int, steps: int) -> bool:
-    """Whether this step is one of those, evenly spread, after which the model is looked at; the last one always is."""
-    return step * VALIDATIONS // steps > (step - 1) * VALIDATIONS // steps

@@ -1,4 +1,4 @@
-"""The same budget for everybody: five learning rates, two other betas, two other decays; then fresh seeds."""
+"""The same budget for everybody: four learning rates, two other betas, another decay; then fresh seeds."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from thinwire.cli.study.tasks import Task
 
 SEARCH_SEED = 0
 FRESH_SEEDS = (1, 2, 3, 4, 5)
-RATES = 5
-SEARCH_RUNS = RATES + 4
+RATES = 4
+SEARCH_RUNS = RATES + 3
 Measure = Callable[[Setting, int], Result]
 
 
@@ -35,7 +35,7 @@ def study(task: Task, method: Method, measure: Measure) -> Setting:
 
     best = Setting(rounded(method.lr * task.lr), method.betas[0], method.decays[0])
     best = replace(best, lr=_best_rate(best.lr, lambda rate: cost(replace(best, lr=rate))))
-    for name, others in (("beta", method.betas[1:]), ("weight_decay", method.decays[1:])):
+    for name, others in (("betas", method.betas[1:]), ("weight_decay", method.decays[1:])):
         candidates = [best, *(replace(best, **{name: other}) for other in others)]
         best = min(candidates, key=cost)
     for seed in FRESH_SEEDS:

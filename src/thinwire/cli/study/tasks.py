@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from thinwire.cli.charlm import CharTransformer, Corpus, ModelShape, load_text
+from thinwire.cli.schedule import learning_rate_factor
 from thinwire.cli.study.images import FASHION_MNIST, PictureNet, read_pictures
-from thinwire.cli.study.schedule import learning_rate_factor
 
 WORKERS = 4
+LAST_RATE = 0.1
+"""The learning rate at the end of a run, beside the largest."""
 WINDOWS, LAST_WINDOWS = 256, 1024
 PICTURES = 1000
 """To look at on the way, and in the end: of pictures all of them."""
@@ -157,7 +159,7 @@ def _pretrained(task: FineTuningTask) -> dict[str, Tensor]:
         optimizer = torch.optim.AdamW(
             model.parameters(), lr=task.pretraining_lr, betas=(0.9, 0.99), weight_decay=0.1, fused=True
         )
-        schedule = LambdaLR(optimizer, lambda step: learning_rate_factor(step, steps))
+        schedule = LambdaLR(optimizer, lambda step: learning_rate_factor(step, steps, LAST_RATE))
         for _ in range(steps):
             starts = torch.randint(len(corpus.training) - context, (WORKERS * task.batch,))
             model(*corpus.training_batch(starts, context)).backward()
@@ -226,13 +228,13 @@ SHAPE = ModelShape(layers=2, width=64, context=32)
 def tasks(sources: Sources) -> dict[str, Task]:
     """All of them, by name."""
     made: list[Task] = [
-        TextTask(sources, "text", "character transformer", steps=800, batch=8, lr=1.0, shape=SHAPE),
-        PictureTask(sources, "pictures", "convolutional net", steps=600, batch=16, lr=0.5),
+        TextTask(sources, "text", "character transformer", steps=600, batch=8, lr=1.0, shape=SHAPE),
+        PictureTask(sources, "pictures", "convolutional net", steps=400, batch=16, lr=0.5),
         FineTuningTask(
             sources,
             "fine-tuning",
             "fine-tuned transformer",
-            steps=300,
+            steps=200,
             batch=8,
             lr=0.25,
             shape=SHAPE,
