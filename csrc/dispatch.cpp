@@ -81,16 +81,17 @@ int thinwire_use_isa(const char *name) {
 }
 
 int thinwire_birder_encode(const thinwire_run *runs, int64_t n_runs, const void *grad, int grad_dtype, void *m, void *b, int state_dtype,
-                           int64_t shift, const uint64_t *alive, uint8_t *packets, float beta, float one_minus_beta, float eps, float scale,
-                           int amsgrad, uint64_t key) {
-  return in_use->table->birder_encode(runs, n_runs, grad, grad_dtype, m, b, state_dtype, shift, alive, packets, beta, one_minus_beta, eps,
-                                      scale, amsgrad, key);
+                           int64_t shift, const uint64_t *alive, uint8_t *packets, float beta, float one_minus_beta, float beta_b,
+                           float one_minus_beta_b, float level, float eps, float scale, int amsgrad, uint64_t key) {
+  return in_use->table->birder_encode(runs, n_runs, grad, grad_dtype, m, b, state_dtype, shift, alive, packets, beta, one_minus_beta, beta_b,
+                                      one_minus_beta_b, level, eps, scale, amsgrad, key);
 }
 
 int thinwire_birder_direction(const thinwire_run *runs, int64_t n_runs, const void *grad, int grad_dtype, void *m, void *b, int state_dtype,
-                              int64_t shift, uint8_t *packets, float beta, float one_minus_beta, float eps, float scale, int amsgrad) {
-  return in_use->table->birder_direction(runs, n_runs, grad, grad_dtype, m, b, state_dtype, shift, packets, beta, one_minus_beta, eps, scale,
-                                         amsgrad);
+                              int64_t shift, uint8_t *packets, float beta, float one_minus_beta, float beta_b, float one_minus_beta_b,
+                              float level, float eps, float scale, int amsgrad) {
+  return in_use->table->birder_direction(runs, n_runs, grad, grad_dtype, m, b, state_dtype, shift, packets, beta, one_minus_beta, beta_b,
+                                         one_minus_beta_b, level, eps, scale, amsgrad);
 }
 
 void thinwire_mean(const uint8_t *rows, int64_t stride, int64_t n, int dtype, int64_t count, float *mean) {

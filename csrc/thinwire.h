@@ -19,7 +19,7 @@ extern "C" {
 #endif
 
 /* Bumped whenever a signature below changes, so that a stale library is recognised instead of called wrongly. */
-#define THINWIRE_ABI 5
+#define THINWIRE_ABI 6
 
 enum thinwire_dtype { THINWIRE_F32 = 0, THINWIRE_BF16 = 1, THINWIRE_F16 = 2 };
 
@@ -46,12 +46,13 @@ THINWIRE_API int thinwire_use_isa(const char *name);
  * was not finite: such elements keep their `m` and `b`. */
 THINWIRE_API int thinwire_birder_encode(const thinwire_run *runs, int64_t n_runs, const void *grad, int grad_dtype, void *m, void *b,
                                         int state_dtype, int64_t shift, const uint64_t *alive, uint8_t *packets, float beta,
-                                        float one_minus_beta, float eps, float scale, int amsgrad, uint64_t key);
+                                        float one_minus_beta, float beta_b, float one_minus_beta_b, float level, float eps, float scale,
+                                        int amsgrad, uint64_t key);
 
-/* The same rule, unsampled: m / (b + eps) as a float for each element, NaN for those without life. */
+/* The same rule, unsampled: m / ((b + eps) level) as a float in [-1, 1] for each element, NaN for those without life. */
 THINWIRE_API int thinwire_birder_direction(const thinwire_run *runs, int64_t n_runs, const void *grad, int grad_dtype, void *m, void *b,
-                                           int state_dtype, int64_t shift, uint8_t *packets, float beta, float one_minus_beta, float eps,
-                                           float scale, int amsgrad);
+                                           int state_dtype, int64_t shift, uint8_t *packets, float beta, float one_minus_beta,
+                                           float beta_b, float one_minus_beta_b, float level, float eps, float scale, int amsgrad);
 
 /* mean[e] <- (rows[0][e] + rows[1][e] + ...) * (1 / n) in that order, for `count` elements; rows are `stride` bytes apart. */
 THINWIRE_API void thinwire_mean(const uint8_t *rows, int64_t stride, int64_t n, int dtype, int64_t count, float *mean);

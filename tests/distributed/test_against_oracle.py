@@ -34,6 +34,11 @@ SCENARIOS = {
     "amsgrad": Scenario(options={"amsgrad": True}),
     "amsgrad, rows untouched, votes": Scenario(rows_untouched, options={"amsgrad": True, "downlink": "votes"}),
     "maximize": Scenario(options={"maximize": True}),
+    "another beta for b": Scenario(options={"beta": 0.7, "beta_b": 0.95}),
+    "a gain": Scenario(options={"gain": 1.5}),
+    "another beta for b, amsgrad, votes": Scenario(
+        options={"beta": 0.9, "beta_b": 0.6, "gain": 2.0, "amsgrad": True, "downlink": "votes"}
+    ),
     "beta 0, large eps": Scenario(options={"beta": 0.0, "eps": 0.3}),
     "two groups": Scenario(shapes=(SHAPES[:2], SHAPES[2:]), lrs=(0.01, 0.03), decays=(0.0, 0.5)),
     "schedule": Scenario(schedule=ramp),

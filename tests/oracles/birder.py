@@ -138,6 +138,8 @@ class BirderOracle:
         workers: int,
         *,
         beta: float = 0.8,
+        beta_b: float | None = None,
+        gain: float = 1.0,
         eps: float = 1e-12,
         amsgrad: bool = False,
         maximize: bool = False,
@@ -148,6 +150,8 @@ class BirderOracle:
         self.groups = list(groups)
         self.workers = workers
         self.beta, self.eps = beta, eps
+        self.beta_b = beta if beta_b is None else beta_b
+        self.gain = gain
         self.amsgrad, self.maximize, self.downlink = amsgrad, maximize, downlink
         self.seed = seed
         self.compressed = compressed
@@ -196,7 +200,8 @@ class BirderOracle:
         outcome = Outcome(skipped=False)
         for p, gradient in zip(self.parameters, of_node, strict=True):
             moving = self._life(p) & (gradient is not None)
-            u = np.divide(p.m[0], p.b[0] + self.eps, out=np.zeros_like(p.m[0]), where=moving)
+            u = np.divide(p.m[0], (p.b[0] + self.eps) * self.level, out=np.zeros_like(p.m[0]), where=moving)
+            u = np.clip(u, -1, 1)
             x = p.value.reshape(-1)
             moved = (1 - p.group.lr * p.group.weight_decay) * x - p.group.lr * u
             p.value = np.where(moving, moved, x).reshape(p.value.shape)
@@ -217,12 +222,17 @@ class BirderOracle:
                 nonfinite |= not finite.all()
                 g = np.where(finite, g, 0.0)
                 m = self.beta * p.m[worker] + (1 - self.beta) * g
-                b = self.beta * p.b[worker] + (1 - self.beta) * np.abs(g)
+                b = self.beta_b * p.b[worker] + (1 - self.beta_b) * np.abs(g)
                 if self.amsgrad:
                     b = np.maximum(b, p.b[worker])
                 p.m[worker] = np.where(finite, m, p.m[worker])
                 p.b[worker] = np.where(finite, b, p.b[worker])
         return nonfinite
+
+    @property
+    def level(self) -> float:
+        """Both averages begin at zero; by now so much more of m than of b is of gradients. The gain makes less of b."""
+        return (1 - self.beta**self.step_number) / (1 - self.beta_b**self.step_number) / self.gain
 
     def _life(self, p: Parameter) -> np.ndarray:
         """The *or* over workers of what each says about its own coordinates."""
@@ -239,7 +249,7 @@ class BirderOracle:
         for worker in range(self.workers):
             r = worker_uniform(self.seed, self.step_number, worker, p.elements)
             m, b = p.m[worker].astype(np.float32), p.b[worker].astype(np.float32)
-            bits[worker] = m > r * (b + np.float32(self.eps))
+            bits[worker] = m > r * ((b + np.float32(self.eps)) * np.float32(self.level))
         if self.downlink == "votes":
             votes = bits.sum(axis=0)
         else:

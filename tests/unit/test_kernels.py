@@ -50,6 +50,13 @@ def test_the_machine_has_native_kernels_to_test() -> None:
 
 
 @each_state
+def test_encode_with_another_beta_for_b(state_dtype: torch.dtype) -> None:
+    for seed, count in enumerate(TAILS):
+        case = encode_case(count, seed=seed, grad_dtype=torch.float32, state_dtype=state_dtype)
+        assert same_everywhere("birder_encode", **case, beta_b=0.95, level=0.3 + 0.1 * seed) is False
+
+
+@each_state
 @each_grad
 @either_amsgrad
 def test_encode_for_every_tail(grad_dtype: torch.dtype | None, state_dtype: torch.dtype, amsgrad: bool) -> None:

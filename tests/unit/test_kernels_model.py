@@ -85,29 +85,30 @@ class Coordinate:
     def __init__(self, m: float, b: float) -> None:
         self.m, self.b = m, b
 
-    def absorb(self, gradient: float, *, beta: float, scale: float, amsgrad: bool, low_precision: bool) -> bool:
+    def absorb(
+        self, gradient: float, *, beta: float, beta_b: float, scale: float, amsgrad: bool, low_precision: bool
+    ) -> bool:
         """Returns whether the gradient was not finite."""
         if gradient != gradient or abs(gradient) == float("inf"):
             return True
         g = f32(gradient * f32(scale))
-        keep, take = f32(beta), f32(1 - beta)
-        m = f32(f32(keep * self.m) + f32(take * g))
-        b = f32(f32(keep * self.b) + f32(take * abs(g)))
+        m = f32(f32(f32(beta) * self.m) + f32(f32(1 - beta) * g))
+        b = f32(f32(f32(beta_b) * self.b) + f32(f32(1 - beta_b) * abs(g)))
         if amsgrad:
             b = max(b, self.b)
         self.m, self.b = (bf16(m), bf16(b)) if low_precision else (m, b)
         return False
 
-    def direction(self, *, eps: float, amsgrad: bool) -> float | None:
+    def direction(self, *, eps: float, level: float, amsgrad: bool) -> float | None:
         """None at rest."""
         if (abs(self.m) if amsgrad else self.b) <= f32(eps):
             return None
-        return f32(self.m / f32(self.b + f32(eps)))
+        return max(-1.0, min(1.0, f32(self.m / f32(f32(self.b + f32(eps)) * f32(level)))))
 
-    def bit(self, element: int, *, alive: bool, eps: float, amsgrad: bool, key: int) -> int:
+    def bit(self, element: int, *, alive: bool, eps: float, level: float, amsgrad: bool, key: int) -> int:
         if not alive:
             return int((abs(self.m) if amsgrad else self.b) > f32(eps))
-        return int(self.m > f32(uniform(key, element) * f32(self.b + f32(eps))))
+        return int(self.m > f32(uniform(key, element) * f32(f32(self.b + f32(eps)) * f32(level))))
 
 
 def bit_of(words: list[int], element: int) -> int:
@@ -145,15 +146,19 @@ def test_a_key_is_its_streams_own() -> None:
 
 # Kernels -------------------------------------------------------------------------------------------------------------
 
+either_beta = pytest.mark.parametrize("other", [{}, {"beta_b": 0.95, "level": 0.4}], ids=["", "beta_b"])
+
 
 @each_backend
 @pytest.mark.parametrize("amsgrad", [False, True], ids=["", "amsgrad"])
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_encode(backend: str, amsgrad: bool, state_dtype: torch.dtype) -> None:
+@either_beta
+def test_encode(backend: str, amsgrad: bool, state_dtype: torch.dtype, other: dict[str, float]) -> None:
     """Three steps of 100 elements, as two runs that start at word 3, with and without a gradient, one of them bad."""
     count, first = 100, 3 * WORD
     runs = torch.tensor([[first, 0, WORD, 48, 0, 0], [first + WORD, WORD, count - WORD, 16, 0, 0]])
-    settings = {"beta": 0.7, "eps": 1e-3, "scale": -0.3, "amsgrad": amsgrad}
+    settings = {"beta": 0.7, "eps": 1e-3, "scale": -0.3, "amsgrad": amsgrad, **other}
+    beta_b, level = other.get("beta_b", 0.7), other.get("level", 1.0)
     m, b = torch.zeros(first + 2 * WORD, dtype=state_dtype), torch.zeros(first + 2 * WORD, dtype=state_dtype)
     alive = random_words(5, random(0))
     alive[4] &= (1 << count - WORD) - 1
@@ -168,9 +173,8 @@ def test_encode(backend: str, amsgrad: bool, state_dtype: torch.dtype) -> None:
         bad = False
         if grad is not None:
             for coordinate, g in zip(model, grad.tolist(), strict=True):
-                bad |= coordinate.absorb(
-                    g, beta=0.7, scale=-0.3, amsgrad=amsgrad, low_precision=state_dtype == torch.bfloat16
-                )
+                low = state_dtype == torch.bfloat16
+                bad |= coordinate.absorb(g, beta=0.7, beta_b=beta_b, scale=-0.3, amsgrad=amsgrad, low_precision=low)
         assert nonfinite is bad
         assert m[first : first + count].tolist() == [coordinate.m for coordinate in model]
         assert b[first : first + count].tolist() == [coordinate.b for coordinate in model]
@@ -178,18 +182,21 @@ def test_encode(backend: str, amsgrad: bool, state_dtype: torch.dtype) -> None:
         sent = [words[6], words[2]]
         for i, coordinate in enumerate(model):
             living = bool(bit_of(alive.tolist(), first + i))
-            assert bit_of(sent, i) == coordinate.bit(first + i, alive=living, eps=1e-3, amsgrad=amsgrad, key=step), i
+            bit = coordinate.bit(first + i, alive=living, eps=1e-3, level=level, amsgrad=amsgrad, key=step)
+            assert bit_of(sent, i) == bit, i
         assert sent[1] >> count - WORD == 0  # the padding says nothing
 
 
 @each_backend
 @pytest.mark.parametrize("amsgrad", [False, True], ids=["", "amsgrad"])
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_direction(backend: str, amsgrad: bool, state_dtype: torch.dtype) -> None:
+@either_beta
+def test_direction(backend: str, amsgrad: bool, state_dtype: torch.dtype, other: dict[str, float]) -> None:
     """Two steps of 100 elements at word 3, whose state begins there; then once more without a gradient."""
     count, first = 100, 3 * WORD
     runs = torch.tensor([[first, 0, WORD, 4 * 40, 0, 0], [first + WORD, WORD, count - WORD, 8, 0, 0]])
-    settings = {"beta": 0.7, "eps": 1e-3, "scale": 0.3, "amsgrad": amsgrad, "shift": first}
+    settings = {"beta": 0.7, "eps": 1e-3, "scale": 0.3, "amsgrad": amsgrad, "shift": first, **other}
+    beta_b, level = other.get("beta_b", 0.7), other.get("level", 1.0)
     m, b = torch.zeros(2 * WORD, dtype=state_dtype), torch.zeros(2 * WORD, dtype=state_dtype)
     packets = torch.full((4 * 110,), 0x5A, dtype=torch.uint8)
     model = [Coordinate(0.0, 0.0) for _ in range(count)]
@@ -202,12 +209,12 @@ def test_direction(backend: str, amsgrad: bool, state_dtype: torch.dtype) -> Non
         if grad is not None:
             for coordinate, g in zip(model, grad.tolist(), strict=True):
                 low = state_dtype == torch.bfloat16
-                coordinate.absorb(g, beta=0.7, scale=0.3, amsgrad=amsgrad, low_precision=low)
+                coordinate.absorb(g, beta=0.7, beta_b=beta_b, scale=0.3, amsgrad=amsgrad, low_precision=low)
         assert m[:count].tolist() == [coordinate.m for coordinate in model]
         assert b[:count].tolist() == [coordinate.b for coordinate in model]
         floats = packets.view(torch.float32).tolist()
         sent = floats[40 : 40 + WORD] + floats[2 : 2 + count - WORD]
-        expected = [coordinate.direction(eps=1e-3, amsgrad=amsgrad) for coordinate in model]
+        expected = [coordinate.direction(eps=1e-3, level=level, amsgrad=amsgrad) for coordinate in model]
         assert [None if u != u else u for u in sent] == expected
         resting += expected.count(None)
         assert bool((packets[:8] == 0x5A).all())

@@ -100,6 +100,13 @@ def test_direction_for_every_tail(grad_dtype: torch.dtype | None, state_dtype: t
 
 
 @each_state
+def test_direction_with_another_beta_for_b(state_dtype: torch.dtype) -> None:
+    for seed, count in enumerate(TAILS):
+        case = direction_case(count, seed=seed, grad_dtype=torch.float32, state_dtype=state_dtype)
+        assert same_everywhere("birder_direction", **case, beta_b=0.95, level=0.3 + 0.1 * seed) is False
+
+
+@each_state
 @either_amsgrad
 def test_direction_with_gradients_that_are_not_finite(state_dtype: torch.dtype, amsgrad: bool) -> None:
     for grad_dtype in (torch.float32, torch.bfloat16, torch.float16):

@@ -79,6 +79,9 @@ def test_encode_for_every_tail(grad_dtype: torch.dtype | None, state_dtype: torc
         options: dict[str, Any] = {"grad_dtype": grad_dtype, "state_dtype": state_dtype, "amsgrad": amsgrad}
         assert same_as_reference("birder_encode", encode_case(count, seed=seed, **options)) is False
         assert same_as_reference("birder_direction", node.direction_case(count, seed=seed, **options)) is False
+    other = {"beta_b": 0.95, "level": 0.3}
+    assert same_as_reference("birder_encode", encode_case(200, seed=1, **options) | other) is False
+    assert same_as_reference("birder_direction", node.direction_case(200, seed=1, **options) | other) is False
 
 
 @each_state

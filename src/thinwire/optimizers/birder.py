@@ -50,10 +50,15 @@ class Birder(Greeting):
         loss.backward(); opt.step(); opt.zero_grad()
 
     Args:
-        params: parameters or groups of them, as in torch.optim. Groups may have their own `lr`, `beta`,
-            `weight_decay` and `maximize`.
+        params: parameters or groups of them, as in torch.optim. Groups may have their own `lr`, `beta`, `beta_b`,
+            `gain`, `weight_decay` and `maximize`.
         lr: step size; with `downlink="bit"` every living coordinate moves by just this much at every step.
         beta: decay of both averages, in [0, 1). Smaller than AdamW's: b sees the noise of one worker, not of the mean.
+        beta_b: decay of b; `beta` if None, as in the paper. A larger one makes b less noisy. As |m| ≤ b does not hold
+            then, both are corrected for having begun at zero, and u is clamped to [-1, 1]:
+            u = (m / (1-βᵗ)) / ((b + ε) / (1-β_bᵗ)).
+        gain: u is multiplied by it, and then clamped to [-1, 1]. More of a vote is signal then, and less of it is the
+            noise of one bit; the learning rate that suits falls by about as much.
         eps: averages b at or below it count as no gradient: such a coordinate comes to rest.
         weight_decay: decoupled decay λ, as in AdamW.
         amsgrad: let b never fall (the paper's proof has it, its experiments do not).
@@ -93,8 +98,8 @@ class Birder(Greeting):
           A coordinate that wakes up again moves from the step after its first gradient.
         * The division m/b is never carried out: `+1` is sent when m > r (b + ε), r uniform on [-1, 1).
         * The owner draws one worker's bit at random instead of sampling Q(ū): the same distribution, fewer operations.
-        * Decoupled weight decay, `downlink="votes"`, `state_dtype` and fp32 masters of bf16 and fp16 parameters are
-          ours.
+        * Decoupled weight decay, `beta_b`, `gain`, `downlink="votes"`, `state_dtype` and fp32 masters of bf16 and fp16
+          parameters are ours.
         * In a hierarchical topology of a single node nothing is compressed: x ← (1 - lr·λ) x - lr · u.
         * A parameter whose `grad` is None on all workers is left alone in that step, as in torch.optim.
     """
@@ -107,6 +112,8 @@ class Birder(Greeting):
         eps: float = 1e-12,
         weight_decay: float = 0.01,
         *,
+        beta_b: float | None = None,
+        gain: float = 1.0,
         amsgrad: bool = False,
         maximize: bool = False,
         downlink: Downlink = "bit",
@@ -126,7 +133,8 @@ class Birder(Greeting):
         self._amsgrad = amsgrad
         self._downlink: Downlink = downlink
         self._state_dtype = state_dtype
-        defaults = {"lr": lr, "beta": beta, "weight_decay": weight_decay, "maximize": maximize}
+        averages = {"beta": beta, "beta_b": beta_b, "gain": gain}
+        defaults = {"lr": lr, **averages, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults, **wire)
 
     def _check_group(self, group: dict[str, Any]) -> None:
@@ -134,6 +142,10 @@ class Birder(Greeting):
             raise ValueError(f"lr={group['lr']!r}: expected a number >= 0")
         if not 0 <= group["beta"] < 1:
             raise ValueError(f"beta={group['beta']!r}: expected a number in [0, 1)")
+        if group["beta_b"] is not None and not 0 <= group["beta_b"] < 1:
+            raise ValueError(f"beta_b={group['beta_b']!r}: expected a number in [0, 1), or None for beta")
+        if not 0 < group["gain"] < math.inf:
+            raise ValueError(f"gain={group['gain']!r}: expected a number > 0")
         if not 0 <= group["weight_decay"] < math.inf:
             raise ValueError(f"weight_decay={group['weight_decay']!r}: expected a number >= 0")
         for name, value in (("eps", self._eps), ("amsgrad", self._amsgrad)):
@@ -186,8 +198,12 @@ class Birder(Greeting):
     def _local(
         self, position: int, part: Part, grad: Tensor | None, group: dict[str, Any], scale: Scale
     ) -> bool | None:
+        beta, beta_b = group["beta"], group["beta_b"]
+        level = 1.0 if beta_b is None else self._full(beta) / self._full(beta_b)
         rule = {
-            "beta": group["beta"],
+            "beta": beta,
+            "beta_b": beta_b,
+            "level": level / group["gain"],
             "eps": self._eps,
             "scale": -scale if group["maximize"] else scale,
             "amsgrad": self._amsgrad,
@@ -198,6 +214,10 @@ class Birder(Greeting):
             return self._kernels.birder_direction(part.up_runs, grad, *state, packets, **rule)
         alive, key = self._votes.alive, self._worker_key
         return self._kernels.birder_encode(part.up_runs, grad, *state, alive, packets, **rule, key=key)
+
+    def _full(self, beta: float) -> float:
+        """How much of an average is of gradients by now; the rest is of the zero that it began with."""
+        return 1.0 - beta**self._step_number
 
     def _settle(self, flags: int) -> int:
         if not self._greets():

@@ -12,6 +12,7 @@ from torch import nn
 import thinwire
 from thinwire.cli.contenders import dense_steps
 from thinwire.cli.study.references import DistributedLion, MeanAdamW, MeanSGD
+from thinwire.schemes.stochastic_sign import Downlink
 
 
 @dataclass(frozen=True)
@@ -71,10 +72,12 @@ def _sgdm(params: Iterable[nn.Parameter], setting: Setting, _: Course) -> torch.
     return MeanSGD(params, lr=setting.lr, momentum=setting.betas[0], weight_decay=setting.weight_decay)
 
 
-def _birder(**options: Any) -> Build:
+def _birder(downlink: Downlink, gain: float) -> Build:
     def build(params: Iterable[nn.Parameter], setting: Setting, course: Course) -> torch.optim.Optimizer:
-        [beta] = setting.betas
-        chosen = {"weight_decay": setting.weight_decay, "seed": course.seed, **options}
+        beta, *others = setting.betas
+        # With one beta it is the paper's rule, which has no gain either.
+        ours: dict[str, Any] = {"beta_b": others[0], "gain": gain} if others else {}
+        chosen = {"weight_decay": setting.weight_decay, "seed": course.seed, "downlink": downlink, **ours}
         return thinwire.Birder(params, setting.lr, beta, **chosen)
 
     return build
@@ -103,6 +106,7 @@ def _zero_one_adam(params: Iterable[nn.Parameter], setting: Setting, course: Cou
     )
 
 
+_BIRDER = ((0.7, 0.95), (0.8, 0.95), (0.8,))
 _ADAM = ((0.9, 0.95), (0.8, 0.95), (0.9, 0.99))
 # A variance that is frozen after 15 % of so short a run cannot look back further.
 _FROZEN = ((0.9, 0.95), (0.8, 0.95), (0.9, 0.966))
@@ -114,15 +118,8 @@ METHODS = {
     for method in (
         Method("adamw", "AdamW", 5e-3, _ADAM, _dense(MeanAdamW, fused=True)),
         Method("sgdm", "SGDM", 0.2, ((0.9,), (0.8,), (0.95,)), _sgdm, decays=(1e-3, 0.0), only="pictures"),
-        Method("birder-bit", "Birder, bit", 8e-3, ((0.7,), (0.8,), (0.6,)), _birder(), {"downlink": "bit"}),
-        Method(
-            "birder-votes",
-            "Birder, votes",
-            1e-2,
-            ((0.7,), (0.8,), (0.6,)),
-            _birder(downlink="votes"),
-            {"downlink": "votes"},
-        ),
+        Method("birder-bit", "Birder, bit", 6e-3, _BIRDER, _birder("bit", 2.0), {"gain": 2.0}),
+        Method("birder-votes", "Birder, votes", 8e-3, _BIRDER, _birder("votes", 1.5), {"gain": 1.5}),
         Method("onebit-adam", "1-bit Adam", 5e-3, _FROZEN, _after_warm_up(thinwire.OneBitAdam), {"warm-up": 0.15}),
         Method("zero-one-adam", "0/1 Adam", 5e-3, _FROZEN, _zero_one_adam, {"freeze": 0.15, "interval": 4}),
         Method("onebit-lamb", "1-bit LAMB", 1e-2, _FROZEN, _after_warm_up(thinwire.OneBitLamb), {"warm-up": 0.15}),

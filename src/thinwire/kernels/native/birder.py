@@ -21,8 +21,11 @@ def birder_encode(
     amsgrad: bool,
     key: int,
     shift: int = 0,
+    beta_b: float | None = None,
+    level: float = 1.0,
 ) -> bool:
     """See `reference.birder_encode`."""
+    beta_b = beta if beta_b is None else beta_b
     return bool(
         lib().thinwire_birder_encode(
             *table(runs),
@@ -34,6 +37,9 @@ def birder_encode(
             packets.data_ptr(),
             beta,
             1.0 - beta,
+            beta_b,
+            1.0 - beta_b,
+            level,
             eps,
             scale,
             amsgrad,
@@ -54,8 +60,11 @@ def birder_direction(
     scale: float,
     amsgrad: bool,
     shift: int = 0,
+    beta_b: float | None = None,
+    level: float = 1.0,
 ) -> bool:
     """See `reference.birder_direction`."""
+    beta_b = beta if beta_b is None else beta_b
     return bool(
         lib().thinwire_birder_direction(
             *table(runs),
@@ -66,6 +75,9 @@ def birder_direction(
             packets.data_ptr(),
             beta,
             1.0 - beta,
+            beta_b,
+            1.0 - beta_b,
+            level,
             eps,
             scale,
             amsgrad,

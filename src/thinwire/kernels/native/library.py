@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-_ABI = 5
+_ABI = 6
 _OTHER_BUILD = os.environ.get("THINWIRE_NATIVE_LIBRARY")
 PATH = Path(_OTHER_BUILD or Path(__file__).parent.with_name("_native.so"))
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -29,11 +29,11 @@ _SIGNATURES = {
     "thinwire_use_isa": (_int, [ctypes.c_char_p]),
     "thinwire_birder_encode": (
         _int,
-        [*_RUNS, *_TYPED, _ptr, *_STATE, _ptr, _ptr, _float, _float, _float, _float, _int, _u64],
+        [*_RUNS, *_TYPED, _ptr, *_STATE, _ptr, _ptr, *[_float] * 7, _int, _u64],
     ),
     "thinwire_birder_direction": (
         _int,
-        [*_RUNS, *_TYPED, _ptr, *_STATE, _ptr, _float, _float, _float, _float, _int],
+        [*_RUNS, *_TYPED, _ptr, *_STATE, _ptr, *[_float] * 7, _int],
     ),
     "thinwire_mean": (None, [_ptr, _i64, _i64, _int, _i64, _ptr]),
     "thinwire_roll_call": (None, [*_STATE, _i64, _i64, _i64, _i64, _i64, _float, _ptr, _i64, _i64]),

@@ -29,18 +29,21 @@ def birder_encode(
     amsgrad: bool,
     key: int,
     shift: int = 0,
+    beta_b: float | None = None,
+    level: float = 1.0,
 ) -> bool:
     """Update `m` and `b` by the scaled gradient (if any) and write the sampled bits; True when it was not finite.
 
-    `m` and `b` have the element `e` of the flat space at `e - shift`.
+    `m` and `b` have the element `e` of the flat space at `e - shift`. `b` decays by `beta_b`, or as `m` does, and is
+    multiplied by `level` where the two are compared.
     """
     nonfinite = False
     for run in each_run(runs):
         here = slice(run.element - shift, run.element - shift + 64 * run.words)
         if grad is not None:
-            nonfinite |= _absorb(flat(grad)[run.of_param], m[here], b[here], beta, scale, amsgrad)
+            nonfinite |= _absorb(flat(grad)[run.of_param], m[here], b[here], beta, beta_b, scale, amsgrad)
         r = rng.uniform(key, torch.arange(run.element, run.element + 64 * run.words, device=m.device))
-        votes = m[here].to(torch.float32) > r * (b[here].to(torch.float32) + eps)
+        votes = m[here].to(torch.float32) > r * ((b[here].to(torch.float32) + eps) * level)
         living = unpack(alive[run.element // 64 : run.element // 64 + run.words])
         hello = _life(m[here] if amsgrad else b[here], eps)
         words_at(packets, run.byte, run.words).copy_(pack(torch.where(living, votes, hello)))
@@ -59,28 +62,34 @@ def birder_direction(
     scale: float,
     amsgrad: bool,
     shift: int = 0,
+    beta_b: float | None = None,
+    level: float = 1.0,
 ) -> bool:
-    """As `birder_encode`, but write `m / (b + eps)` itself, a float an element; NaN where a coordinate has no life."""
+    """As `birder_encode`, but write the direction itself, a float an element; NaN where a coordinate has no life.
+
+    It is `m / ((b + eps) level)`, at most 1 and at least -1.
+    """
     nonfinite = False
     for run in each_run(runs):
         here = slice(run.element - shift, run.element - shift + 64 * run.words)
         if grad is not None:
-            nonfinite |= _absorb(flat(grad)[run.of_param], m[here], b[here], beta, scale, amsgrad)
-        u = m[here].to(torch.float32) / (b[here].to(torch.float32) + eps)
+            nonfinite |= _absorb(flat(grad)[run.of_param], m[here], b[here], beta, beta_b, scale, amsgrad)
+        u = (m[here].to(torch.float32) / ((b[here].to(torch.float32) + eps) * level)).clamp(-1.0, 1.0)
         u = torch.where(_life(m[here] if amsgrad else b[here], eps), u, torch.nan)
         run.floats_in(packets).copy_(u[: run.count])
     return nonfinite
 
 
-def _absorb(grad: Tensor, m: Tensor, b: Tensor, beta: float, scale: float, amsgrad: bool) -> bool:
+def _absorb(grad: Tensor, m: Tensor, b: Tensor, beta: float, beta_b: float | None, scale: float, amsgrad: bool) -> bool:
     """Birder's two averages, over whole words in place; elements whose gradient is not finite keep theirs."""
+    beta_b = beta if beta_b is None else beta_b
     g = torch.zeros(m.numel(), device=m.device)
     g[: grad.numel()] = grad
     g *= scale
     finite = g.isfinite()
     m_old, b_old = m.to(torch.float32), b.to(torch.float32)
     m_new = m_old * beta + g * (1.0 - beta)
-    b_new = b_old * beta + g.abs() * (1.0 - beta)
+    b_new = b_old * beta_b + g.abs() * (1.0 - beta_b)
     if amsgrad:
         b_new = torch.maximum(b_new, b_old)
     m.copy_(torch.where(finite, m_new, m_old))

@@ -45,7 +45,7 @@ _MAP_WORDS = 512
 
 @triton.jit
 def _absorb(
-    m, b, at, whole, grad, grad_at, mask, bad, beta, rest, scale,
+    m, b, at, whole, grad, grad_at, mask, bad, beta, rest, beta_b, rest_b, scale,
     HAS_GRAD: tl.constexpr, ON_DEVICE: tl.constexpr, AMSGRAD: tl.constexpr,
 ):  # fmt: skip
     """The two averages of whole words, as they are stored, with the gradient (if any) taken in where it is finite."""
@@ -56,7 +56,7 @@ def _absorb(
         report(bad, (finite == 0) & whole)
         m_old, b_old = widen(m_now), widen(b_now)
         m_new = m_old * beta + g * rest
-        b_new = b_old * beta + tl.abs(g) * rest
+        b_new = b_old * beta_b + tl.abs(g) * rest_b
         if AMSGRAD:
             b_new = tl.where(b_new > b_old, b_new, b_old)
         m_now, b_now = narrow(tl.where(finite, m_new, m_old), m), narrow(tl.where(finite, b_new, b_old), b)
@@ -65,9 +65,9 @@ def _absorb(
     return widen(m_now), widen(b_now)
 
 
-@jit(do_not_specialize=["beta", "rest", "eps", "scale", "key"])
+@jit(do_not_specialize=["beta", "rest", "beta_b", "rest_b", "level", "eps", "scale", "key"])
 def _encode(
-    runs, grad, m, b, alive, packets, bad, beta, rest, eps, scale, key, shift,
+    runs, grad, m, b, alive, packets, bad, beta, rest, beta_b, rest_b, level, eps, scale, key, shift,
     HAS_GRAD: tl.constexpr, ON_DEVICE: tl.constexpr, AMSGRAD: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     element, in_param, count, byte, _, _ = run_at(runs, tl.program_id(1))
@@ -77,11 +77,11 @@ def _encode(
             word_mask = inside(word * 64, count, full)
             m_now, b_now = _absorb(
                 m, b, element - shift + offset, word_mask[:, None],
-                grad, in_param + offset, inside(offset, count, full), bad, beta, rest, scale,
+                grad, in_param + offset, inside(offset, count, full), bad, beta, rest, beta_b, rest_b, scale,
                 HAS_GRAD, ON_DEVICE, AMSGRAD,
             )  # fmt: skip
             first = element + tl.program_id(0).to(tl.int64) * (WORDS * 64)
-            votes = pack(m_now > uniform(key, first, element + offset) * (b_now + eps))
+            votes = pack(m_now > uniform(key, first, element + offset) * ((b_now + eps) * level))
             hello = pack((tl.abs(m_now) if AMSGRAD else tl.abs(b_now)) > eps)
             living = tl.load(alive + element // 64 + word, mask=word_mask, other=0)
             tl.store(words_of(packets, byte) + word, (votes & living) | (hello & ~living), mask=word_mask)
@@ -101,21 +101,25 @@ def birder_encode(
     amsgrad: bool,
     key: int,
     shift: int = 0,
+    beta_b: float | None = None,
+    level: float = 1.0,
     bad: Tensor,
 ) -> None:
     """See the reference."""
+    beta_b = beta if beta_b is None else beta_b
     table, grid = runs_on(m.device, runs)
     factor, on_device = number(scale)
     launch(
         _encode, grid, m,
-        table, grad, m, b, alive, packets, bad, float(beta), 1.0 - beta, float(eps), factor, key_of(key), shift,
+        table, grad, m, b, alive, packets, bad, float(beta), 1.0 - beta, float(beta_b), 1.0 - beta_b, float(level),
+        float(eps), factor, key_of(key), shift,
         HAS_GRAD=grad is not None, ON_DEVICE=on_device, AMSGRAD=amsgrad, WORDS=WORDS,
     )  # fmt: skip
 
 
-@jit(do_not_specialize=["beta", "rest", "eps", "scale"])
+@jit(do_not_specialize=["beta", "rest", "beta_b", "rest_b", "level", "eps", "scale"])
 def _direction(
-    runs, grad, m, b, packets, bad, beta, rest, eps, scale, shift,
+    runs, grad, m, b, packets, bad, beta, rest, beta_b, rest_b, level, eps, scale, shift,
     HAS_GRAD: tl.constexpr, ON_DEVICE: tl.constexpr, AMSGRAD: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     element, in_param, count, byte, _, _ = run_at(runs, tl.program_id(1))
@@ -125,11 +129,13 @@ def _direction(
             mask = inside(offset, count, full)
             m_now, b_now = _absorb(
                 m, b, element - shift + offset, inside(word * 64, count, full)[:, None],
-                grad, in_param + offset, mask, bad, beta, rest, scale,
+                grad, in_param + offset, mask, bad, beta, rest, beta_b, rest_b, scale,
                 HAS_GRAD, ON_DEVICE, AMSGRAD,
             )  # fmt: skip
             lives = (tl.abs(m_now) if AMSGRAD else tl.abs(b_now)) > eps
-            u = tl.where(lives, tl.div_rn(m_now, b_now + eps), float("nan"))
+            ratio = tl.div_rn(m_now, (b_now + eps) * level)
+            ratio = tl.where(ratio > 1.0, 1.0, tl.where(ratio < -1.0, -1.0, ratio))
+            u = tl.where(lives, ratio, float("nan"))
             tl.store(floats_of(packets, byte) + offset, u, mask=mask)
 
 
@@ -145,14 +151,18 @@ def birder_direction(
     scale: float | Tensor,
     amsgrad: bool,
     shift: int = 0,
+    beta_b: float | None = None,
+    level: float = 1.0,
     bad: Tensor,
 ) -> None:
     """See the reference."""
+    beta_b = beta if beta_b is None else beta_b
     table, grid = runs_on(m.device, runs)
     factor, on_device = number(scale)
     launch(
         _direction, grid, m,
-        table, grad, m, b, packets, bad, float(beta), 1.0 - beta, float(eps), factor, shift,
+        table, grad, m, b, packets, bad, float(beta), 1.0 - beta, float(beta_b), 1.0 - beta_b, float(level),
+        float(eps), factor, shift,
         HAS_GRAD=grad is not None, ON_DEVICE=on_device, AMSGRAD=amsgrad, WORDS=WORDS,
     )  # fmt: skip
 
