@@ -62,11 +62,11 @@ class Birder(Greeting):
         amsgrad: let b never fall (the paper's proof has it, its experiments do not).
         maximize: ascend instead of descend.
         downlink: what owners answer. "bit": one re-sampled bit, as in the paper. "majority": what most workers say,
-            and in a tie what one of them says, taking turns from step to step. One bit down, too, without the noise of
-            drawing one worker's, but biased: its mean is not ū's but grows with it more steeply, by about √(2n/π)
-            for small ū. It therefore wants a smaller `lr`, about half of it with 4 workers. "votes": the count of
-            votes, which removes the second sampling's noise and stays unbiased, for ceil(log2(n+1)) bits down instead
-            of one.
+            and in a tie what one of them says, who is another one at the next step. One bit down, too, without the
+            noise of drawing one worker's, but biased: its expectation is not the mean of all u_i, but grows with it,
+            for small means about √(2n/π) times as steeply. It therefore wants a smaller `lr`, about half with 4
+            workers. "votes": the count of votes, which removes the second sampling's noise and stays unbiased, for
+            ceil(log2(n+1)) bits down instead of one.
         seed: of the sampling; the same on all ranks.
         process_group: the ranks that train together; the default group if None.
         topology: "flat": every rank is a worker i as above. "hierarchical": every node is one. Its ranks average their
