@@ -294,7 +294,7 @@ DETAILED = (
     "1-bit LAMB",
     "CD-Adam",
 )
-"""Others differ from these in the bytes of a state only."""
+"""Others differ from these in the bytes of a state, or as bits and majorities in the name of a kernel only."""
 
 
 def _operands(wide: Bytes, narrow: Bytes) -> str:

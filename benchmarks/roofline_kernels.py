@@ -10,6 +10,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import get_args
 
 import torch
 
@@ -105,7 +106,7 @@ def _packets(up: float, down: float) -> list[Kernel]:
 
 def _birder(form: Form, *, downlink: Downlink, state: float) -> list[Kernel]:
     planes = WORKERS.bit_length() if downlink == "votes" else 1
-    vote = "vote_count" if downlink == "votes" else "vote_bit"
+    vote = {"bit": "vote_bit", "majority": "vote_majority", "votes": "vote_count"}[downlink]
     encoded = {"m": state, "b": state}
     rows, mine = WORKERS * BIT, 1 / WORKERS
     return [
@@ -252,8 +253,7 @@ def _changes(layout: Layout) -> Payload:
 
 
 def _birders() -> Iterator[tuple[str, Method]]:
-    downlinks: tuple[Downlink, ...] = ("bit", "votes")
-    for downlink, (dtype, state) in itertools.product(downlinks, (("fp32", FLOAT), ("bf16", 2.0))):
+    for downlink, (dtype, state) in itertools.product(get_args(Downlink), (("fp32", FLOAT), ("bf16", 2.0))):
         kernels = functools.partial(_birder, downlink=downlink, state=state)
         yield f"Birder, {downlink}, {dtype} state", Method(kernels, functools.partial(_votes, downlink=downlink))
 

@@ -108,6 +108,11 @@ void thinwire_vote_bit(const uint8_t *rows, int64_t stride, int64_t n, const uin
   in_use->table->vote_bit(rows, stride, n, alive, first_word, words, answer, key, signal);
 }
 
+void thinwire_vote_majority(const uint8_t *rows, int64_t stride, int64_t n, const uint64_t *alive, int64_t words, uint64_t *answer,
+                            int64_t casting, int64_t *signal) {
+  in_use->table->vote_majority(rows, stride, n, alive, words, answer, casting, signal);
+}
+
 void thinwire_vote_count(const uint8_t *rows, int64_t stride, int64_t n, const uint64_t *alive, int64_t words, int64_t planes,
                          uint64_t *answer, int64_t *signal) {
   in_use->table->vote_count(rows, stride, n, alive, words, planes, answer, signal);

@@ -10,6 +10,7 @@ struct thinwire_table {
   decltype(&thinwire_mean) mean;
   decltype(&thinwire_roll_call) roll_call;
   decltype(&thinwire_vote_bit) vote_bit;
+  decltype(&thinwire_vote_majority) vote_majority;
   decltype(&thinwire_vote_count) vote_count;
   decltype(&thinwire_adopt) adopt;
   decltype(&thinwire_birder_apply) birder_apply;

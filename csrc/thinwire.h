@@ -68,6 +68,10 @@ THINWIRE_API void thinwire_roll_call(const void *state, int state_dtype, int64_t
 THINWIRE_API void thinwire_vote_bit(const uint8_t *rows, int64_t stride, int64_t n, const uint64_t *alive, int64_t first_word,
                                     int64_t words, uint64_t *answer, uint64_t key, int64_t *signal);
 
+/* The same with what most workers say where `alive`, and in a tie what row `casting` says. `alive` may not be NULL. */
+THINWIRE_API void thinwire_vote_majority(const uint8_t *rows, int64_t stride, int64_t n, const uint64_t *alive, int64_t words,
+                                         uint64_t *answer, int64_t casting, int64_t *signal);
+
 /* The number of votes as planes of bits, lowest first, plane p at answer + p * words. */
 THINWIRE_API void thinwire_vote_count(const uint8_t *rows, int64_t stride, int64_t n, const uint64_t *alive, int64_t words, int64_t planes,
                                       uint64_t *answer, int64_t *signal);

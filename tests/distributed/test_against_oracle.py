@@ -30,6 +30,7 @@ from tests.oracles.birder import BirderOracle, Group
 SMALL = (((7, 9), (70,), (), (12, 5)),)
 SCENARIOS = {
     "defaults": Scenario(),
+    "majority": Scenario(options={"downlink": "majority"}),
     "votes": Scenario(options={"downlink": "votes"}),
     "amsgrad": Scenario(options={"amsgrad": True}),
     "amsgrad, rows untouched, votes": Scenario(rows_untouched, options={"amsgrad": True, "downlink": "votes"}),
@@ -43,12 +44,14 @@ SCENARIOS = {
     "two groups": Scenario(shapes=(SHAPES[:2], SHAPES[2:]), lrs=(0.01, 0.03), decays=(0.0, 0.5)),
     "schedule": Scenario(schedule=ramp),
     "partly absent": Scenario(partly_absent),
+    "partly absent, majority": Scenario(partly_absent, options={"downlink": "majority"}),
     "partly absent, votes": Scenario(partly_absent, options={"downlink": "votes"}),
     "rows untouched": Scenario(rows_untouched),
     "sometimes nonfinite": Scenario(sometimes_nonfinite),
     "sometimes nonfinite, amsgrad, votes": Scenario(
         sometimes_nonfinite, options={"amsgrad": True, "downlink": "votes"}
     ),
+    "sometimes nonfinite, majority": Scenario(sometimes_nonfinite, options={"downlink": "majority"}),
     "many buckets": Scenario(rows_untouched, options={"bucket_mb": 0.0005}),
     "stop and return": Scenario(stop_and_return, steps=300, shapes=SMALL),
     "stop and return, amsgrad": Scenario(stop_and_return, steps=300, shapes=SMALL, options={"amsgrad": True}),

@@ -68,9 +68,10 @@ def test_the_interface_counts_what_metrics_says(world_size: int, downlink: str, 
     assert claimed == sum(rank["received"] for rank in ranks)
 
 
+@pytest.mark.parametrize("downlink", ["bit", "majority"])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_a_step_sends_one_bit_up_and_one_down(world_size: int) -> None:
-    for rank in run_ranks(measure, world_size, False, {}):
+def test_a_step_sends_one_bit_up_and_one_down(world_size: int, downlink: str) -> None:
+    for rank in run_ranks(measure, world_size, False, {"downlink": downlink}):
         assert rank["elements"] >= PARAMETERS
         theory = 2 * (world_size - 1) / world_size * rank["elements"] / 8
         if world_size == 1:

@@ -29,7 +29,10 @@ VARIANTS = [
 ]
 
 
-@pytest.mark.parametrize(("world_size", "downlink"), [*((n, "bit") for n in WORLD_SIZES), (2, "votes"), (4, "votes")])
+@pytest.mark.parametrize(
+    ("world_size", "downlink"),
+    [*((n, "bit") for n in WORLD_SIZES), *((n, of) for n in (2, 4) for of in ("majority", "votes"))],
+)
 def test_what_must_not_matter_does_not(world_size: int, downlink: str) -> None:
     plain, *variants = (
         replace(training, options={**training.options, "downlink": downlink}) for training in (Training(), *VARIANTS)

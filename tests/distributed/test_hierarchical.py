@@ -66,6 +66,7 @@ def absent_at_random(step: int, rank: int, ranks: int, shapes: Sequence[tuple[in
 SMALL = (((7, 9), (70,), (), (12, 5)),)
 SCENARIOS = {
     "defaults": Scenario(),
+    "majority": Scenario(options={"downlink": "majority"}),
     "votes": Scenario(options={"downlink": "votes"}),
     "amsgrad, maximize": Scenario(options={"amsgrad": True, "maximize": True}),
     "absent at random": Scenario(absent_at_random),
@@ -79,7 +80,7 @@ SCENARIOS = {
     "two groups": Scenario(shapes=(SHAPES[:2], SHAPES[2:]), lrs=(0.01, 0.03), decays=(0.0, 0.5)),
     "stop and return": Scenario(stop_and_return, steps=300, shapes=SMALL),
 }
-FEW = ("votes", "absent at random, votes, small buckets", "sometimes nonfinite")
+FEW = ("majority", "votes", "absent at random, votes, small buckets", "sometimes nonfinite")
 
 
 def run_scenarios(rank: int, world_size: int, names: Sequence[str]) -> list[dict[str, Any]]:

@@ -69,7 +69,7 @@ def move_every_kind(rank: int, world_size: int, kernels: str, downlink: Downlink
 
 
 @pytest.mark.parametrize("kernels", ["native", "reference"])
-@pytest.mark.parametrize("downlink", ["bit", "votes"])
+@pytest.mark.parametrize("downlink", ["bit", "majority", "votes"])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_every_kind_moves_against_its_own_gradient(world_size: int, downlink: Downlink, kernels: str) -> None:
     for seen in run_ranks(move_every_kind, world_size, kernels, downlink):

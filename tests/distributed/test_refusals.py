@@ -40,7 +40,7 @@ def parameter(*shape: int, **kwargs: Any) -> nn.Parameter:
         ({"gain": float("inf")}, r"gain=inf"),
         ({"eps": -1e-9}, "eps=-1e-09: expected a number >= 0"),
         ({"weight_decay": -1.0}, r"weight_decay=-1\.0"),
-        ({"downlink": "fax"}, "downlink='fax': expected 'bit' or 'votes'"),
+        ({"downlink": "fax"}, "downlink='fax': expected 'bit', 'majority' or 'votes'"),
         ({"bucket_mb": 0.0}, r"bucket_mb=0\.0: expected a positive number"),
         ({"seed": -1}, "seed=-1: expected an integer"),
         ({"seed": 1.5}, r"seed=1\.5: expected an integer"),

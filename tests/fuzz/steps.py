@@ -56,6 +56,7 @@ _LOCAL = {"lr": 1e-4, "betas": (0.1, 0.5), "var_freeze_step": 3, "var_update_sca
 KINDS = [
     Kind(thinwire.Birder, {}),
     Kind(thinwire.Birder, {}, 3),
+    Kind(thinwire.Birder, {"downlink": "majority"}, 3),
     Kind(thinwire.Birder, {"downlink": "votes"}, 3),
     Kind(thinwire.Birder, {"amsgrad": True, "state_dtype": torch.bfloat16}, 2, _PAIRS),
     Kind(thinwire.Birder, {}, 1, _ONE_NODE),

@@ -252,6 +252,10 @@ class BirderOracle:
             bits[worker] = m > r * ((b + np.float32(self.eps)) * np.float32(self.level))
         if self.downlink == "votes":
             votes = bits.sum(axis=0)
+        elif self.downlink == "majority":
+            in_favour, against = bits.sum(axis=0), (~bits).sum(axis=0)
+            casting = bits[self.step_number % self.workers]
+            votes = np.where(in_favour == against, casting, in_favour > against).astype(np.int64)
         else:
             chosen = drawn_worker(self.seed, self.step_number, self.workers, p.elements)
             votes = bits[chosen, np.arange(p.elements.size)].astype(np.int64)

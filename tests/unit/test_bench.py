@@ -39,6 +39,7 @@ def test_kernels_as_json() -> None:
     assert encode["ratio"] == pytest.approx(encode["baseline_seconds"] / encode["seconds"] * traffic)
     assert rows["apply"]["bar"] == encode["bar"] == 0.9
     assert rows["vote of 8 rows to a bit, by time"]["bar"] == 1.0
+    assert rows["vote of 8 rows to a majority, by time"]["bytes_per_element"] == 9 / 8
     signs = rows["sign encode, time in memcpys"]
     assert (signs["bar"], signs["higher_is_better"], signs["bytes_per_element"]) == (2.5, False, 12.25)
     assert signs["ratio"] == pytest.approx(signs["seconds"] / signs["baseline_seconds"])

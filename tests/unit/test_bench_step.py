@@ -88,6 +88,7 @@ def test_models_train_on_the_same_random_data_every_time(name: str) -> None:
         ("birder", Cluster(2, 2), 2 * 2 * 2 / 4),  # two ranks, each of which sends to the two of the other host
         ("birder@4MB", Cluster(4, 1), 2 * 3 / 4),
         ("birder-no-overlap", Cluster(4, 1), 2 * 3 / 4),
+        ("birder-majority", Cluster(4, 1), 2 * 3 / 4),
         ("birder-votes", Cluster(4, 1), (1 + 3) * 3 / 4),  # 0 to 4 votes are 3 bits
         ("birder-votes", Cluster(3, 1), (1 + 2) * 2 / 3),
         ("birder-hierarchical", Cluster(2, 2), 2 * 1 / 2),

@@ -122,7 +122,7 @@ def test_bad_input_through_the_script(tmp_path: Path) -> None:
             ["--optimizer", "onebit-adam", "--downlink", "bit"],
             "'--downlink': only birder votes: onebit-adam has no downlink to choose, but got 'bit'",
         ),
-        (["--downlink", "carrier-pigeon"], "'carrier-pigeon' is not one of 'bit', 'votes'"),
+        (["--downlink", "carrier-pigeon"], "'carrier-pigeon' is not one of 'bit', 'majority', 'votes'"),
         (["--out", "nowhere/picture.png"], "cannot write 'nowhere/picture.png': there is no writable folder 'nowhere'"),
         (["--json", "nowhere/results.json"], "cannot write 'nowhere/results.json'"),
     ],

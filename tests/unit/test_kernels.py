@@ -14,6 +14,7 @@ from tests.unit.kernel_cases import (
     COUNTS,
     ISAS,
     PATIENT,
+    REFERENCE,
     SEEDS,
     TAILS,
     WORD,
@@ -33,7 +34,7 @@ from tests.unit.kernel_cases import (
 )
 from thinwire.kernels import native
 
-WORKERS = (1, 2, 3, 4, 5, 7, 8, 16, 33)
+WORKERS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 33)
 SIGNAL_BLOCK = 16 * 4096 // WORD
 """Words from one sample of the signal to the next."""
 
@@ -206,6 +207,12 @@ def vote_case(workers: int, words: int, alive: str | None, seed: int, *, signal:
     }
 
 
+def majority_case(workers: int, words: int, alive: str, seed: int, *, signal: bool = True) -> dict[str, Any]:
+    case = vote_case(workers, words, alive, seed, signal=signal)
+    del case["key"]
+    return case | {"casting": seed % workers}
+
+
 def count_case(workers: int, words: int, alive: str, seed: int, *, signal: bool = True) -> dict[str, Any]:
     case = vote_case(workers, words, alive, seed, signal=signal)
     del case["key"]
@@ -223,6 +230,24 @@ def test_vote_bit(workers: int, alive: str | None) -> None:
 
 @pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("alive", ["all", "some", "none"])
+def test_vote_majority(workers: int, alive: str) -> None:
+    for words in (1, 2, 63, 64, 65, 130):
+        same_everywhere("vote_majority", **majority_case(workers, words, alive, seed=words))
+
+
+@pytest.mark.parametrize("workers", [2, 4, 8])
+def test_everybody_has_the_casting_vote_in_turn(workers: int) -> None:
+    case = majority_case(workers, 3, "all", seed=1)
+    answers = set()
+    for casting in range(workers):
+        same_everywhere("vote_majority", **(case | {"casting": casting}))
+        REFERENCE.vote_majority(**(case | {"casting": casting}))
+        answers.add(tuple(case["answer"].tolist()))
+    assert len(answers) == workers
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("alive", ["all", "some", "none"])
 def test_vote_count(workers: int, alive: str) -> None:
     for words in (1, 2, 63, 64, 65, 130):
         same_everywhere("vote_count", **count_case(workers, words, alive, seed=words))
@@ -234,12 +259,19 @@ def test_the_signal_is_sampled_alike(workers: int) -> None:
     same_everywhere("vote_count", **count_case(workers, words, "some", seed=0))
     same_everywhere("vote_bit", **vote_case(workers, words, "some", seed=1))
     same_everywhere("vote_bit", **vote_case(workers, words, "some", seed=1, signal=False))
+    same_everywhere("vote_majority", **majority_case(workers, words, "some", seed=2))
 
 
 @PATIENT
 @given(st.integers(1, 40), st.integers(1, 70), st.sampled_from(["all", "some", "none", None]), SEEDS)
 def test_vote_bit_whatever_it_is_given(workers: int, words: int, alive: str | None, seed: int) -> None:
     same_everywhere("vote_bit", **vote_case(workers, words, alive, seed))
+
+
+@PATIENT
+@given(st.integers(1, 40), st.integers(1, 70), st.sampled_from(["all", "some", "none"]), SEEDS, st.booleans())
+def test_vote_majority_whatever_it_is_given(workers: int, words: int, alive: str, seed: int, signal: bool) -> None:
+    same_everywhere("vote_majority", **majority_case(workers, words, alive, seed, signal=signal))
 
 
 @PATIENT

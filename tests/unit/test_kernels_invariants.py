@@ -226,13 +226,15 @@ def test_votes_write_their_answer_and_nothing_else(backend: str, words: int) -> 
     rows = guarded(random_bytes(3, 8 * words, generator=random(0)))
     sent = allocation(rows).clone()
     drawn = guarded(torch.zeros(8 * words, dtype=torch.uint8))
+    most = guarded(torch.zeros(8 * words, dtype=torch.uint8))
     counted = guarded(torch.zeros(2 * 8 * words, dtype=torch.uint8))
     where: dict[str, Any] = {"first_word": 0, "words": words, "answer_byte": 0, "signal": None}
     with kernels_of(backend) as kernels:
         kernels.vote_bit(rows, 0, everybody_alive(words), answer=drawn, key=1, **where)
+        kernels.vote_majority(rows, 0, everybody_alive(words), answer=most, casting=1, **where)
         kernels.vote_count(rows, 0, everybody_alive(words), answer=counted, planes=2, **where)
     assert torch.equal(allocation(rows), sent)
-    for answer in (drawn, counted):
+    for answer in (drawn, most, counted):
         memory = allocation(answer)
         assert bool((memory[: address(answer)] == 0xA5).all())
         assert bool((memory[address(answer) + answer.numel() :] == 0xA5).all())

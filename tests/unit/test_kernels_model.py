@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -266,6 +267,31 @@ def test_votes(backend: str, workers: int) -> None:
         else:
             assert answer == max(of_workers)
     assert drawn_signal.tolist() == counted_signal.tolist() == [total, living]
+
+
+@each_backend
+@pytest.mark.parametrize("workers", [1, 2, 3, 4, 5, 6, 8, 13, 14])
+def test_majorities(backend: str, workers: int) -> None:
+    """Straight from the page: more than half, fewer than half, and in a tie the worker who has the casting vote."""
+    first_word, words = 2, 3
+    rows = random_bytes(workers, 8 + 8 * words, generator=random(workers))
+    alive = random_words(first_word + words, random(0))
+    place = {"first_word": first_word, "words": words, "answer_byte": 0}
+    votes = np.stack([np.unpackbits(row[8:].numpy(), bitorder="little") for row in rows]).astype(np.int64)
+    lives = np.unpackbits(alive[first_word:].numpy().view(np.uint8), bitorder="little") == 1
+    count = votes.sum(0)
+    ties = lives & (2 * count == workers)
+    assert ties.any() == (workers % 2 == 0)
+    for casting in range(workers):
+        answer, signal = torch.zeros(8 * words, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64)
+        with kernels_of(backend) as kernels:
+            kernels.vote_majority(rows, 8, alive, **place, answer=answer, casting=casting, signal=signal)
+        answered = np.unpackbits(answer.numpy(), bitorder="little")
+        np.testing.assert_array_equal(answered[lives & (2 * count > workers)], 1)
+        np.testing.assert_array_equal(answered[lives & (2 * count < workers)], 0)
+        np.testing.assert_array_equal(answered[ties], votes[casting, ties])
+        np.testing.assert_array_equal(answered[~lives], votes.max(0)[~lives])
+        assert signal.tolist() == [np.abs(2 * count - workers)[lives].sum(), lives.sum()]
 
 
 @each_backend

@@ -47,6 +47,7 @@ SMALL_CASES: dict[str, dict[str, Any]] = {
     "mean": node.mean_case(2, 100, seed=0, dtype=torch.float32),
     "roll_call": roll_call_case(3, 2, 1, 2, 1, 0, torch.float32),
     "vote_bit": flat.vote_case(3, 4, "some", seed=0),
+    "vote_majority": flat.majority_case(4, 4, "some", seed=0),
     "vote_count": flat.count_case(3, 4, "some", seed=0),
     "adopt": flat.adopt_case(3, 2, 1, 2, 1, 0, planes=2),
     "birder_apply": flat.apply_case(100, seed=0),

@@ -27,7 +27,7 @@ PATIENT = settings(deadline=None, max_examples=50)
 NUMELS = st.lists(st.one_of(st.integers(0, 3), st.integers(0, 300), st.integers(0, 3000)), min_size=1, max_size=10)
 WORLD_SIZE = st.integers(1, 6)
 BUCKET_ELEMENTS = st.integers(1, 4000)
-DOWNLINK = st.sampled_from(["bit", "votes"])
+DOWNLINK = st.sampled_from(["bit", "majority", "votes"])
 
 
 def stochastic_sign(layout: Layout, downlink: Downlink) -> StochasticSign:

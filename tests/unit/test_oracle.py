@@ -65,6 +65,15 @@ def test_a_certain_sign_moves_by_the_learning_rate() -> None:
     np.testing.assert_allclose(oracle.values[0], [0.95 - 0.5, -1.9 + 0.5, 3.0], rtol=1e-12)
 
 
+def test_the_casting_vote_goes_round_in_ties() -> None:
+    oracle = BirderOracle([Group([np.zeros(3)], lr=1.0)], workers=4, beta=0.0, downlink="majority")
+    # The first coordinate is tied; of the others one is lost by 1 to 3, and one is won by 3 to 1.
+    votes = np.array([[1.0, 1.0, 1.0], [1.0, -1.0, 1.0], [-1.0, -1.0, 1.0], [-1.0, -1.0, -1.0]])
+    outcomes = [oracle.step([[of_worker] for of_worker in votes]).votes[0].tolist() for _ in range(5)]
+    # Step 1 is worker 1's, step 4 worker 0's, and step 5 worker 1's again.
+    assert outcomes == [[1, 0, 1], [0, 0, 1], [0, 0, 1], [1, 0, 1], [1, 0, 1]]
+
+
 def test_what_never_had_a_gradient_rests_and_hello_wakes_it_for_the_next_step() -> None:
     oracle = BirderOracle([Group([np.ones(2)], lr=0.5)], workers=2)
     quiet, loud = np.array([1.0, 0.0]), np.array([1.0, 1.0])

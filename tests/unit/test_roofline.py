@@ -47,7 +47,7 @@ VISIBLE = {"lr": 0.01}
 RUNS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     **{
         f"Birder, {downlink}, {name} state": (thinwire.Birder, {"downlink": downlink, "state_dtype": dtype})
-        for downlink in ("bit", "votes")
+        for downlink in ("bit", "majority", "votes")
         for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
     },
     "1-bit Adam, fp32 errors": (thinwire.OneBitAdam, {**WARMED_UP, **VISIBLE}),

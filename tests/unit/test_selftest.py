@@ -50,7 +50,7 @@ def test_a_quick_run_reports_all_laws_and_both_benchmarks(tmp_path: Path) -> Non
     assert (results["failed"], results["errors"], results["ranks"]) == (False, {}, 2)
     memcpy, *kernels = results["kernels"]
     assert (memcpy["name"], memcpy["memcpy_ratio"], memcpy["bytes_per_element"]) == (MEMCPY, 1.0, 8.0)
-    assert len(kernels) == 8
+    assert len(kernels) == 9
     for kernel in kernels:
         rate = kernel["bytes_per_element"] * kernel["elements"] / kernel["seconds"]
         assert kernel["bytes_per_second"] == pytest.approx(rate)

@@ -226,6 +226,8 @@ def test_vote_bit(workers: int, alive: str | None) -> None:
 
 def test_votes_of_many() -> None:
     same_as_reference("vote_bit", flat.vote_case(33, 2, "some", seed=3))
+    same_as_reference("vote_majority", flat.majority_case(33, 2, "some", seed=3))
+    same_as_reference("vote_majority", flat.majority_case(300, 2, "some", seed=3))
     same_as_reference("vote_count", flat.count_case(300, 2, "some", seed=3))
 
 
@@ -244,6 +246,13 @@ def test_vote_bit_of_a_large_model(first_word: int) -> None:
 
 @pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("alive", ["all", "some", "none"])
+def test_vote_majority(workers: int, alive: str) -> None:
+    for words in (1, 65):
+        same_as_reference("vote_majority", flat.majority_case(workers, words, alive, seed=words))
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("alive", ["all", "some", "none"])
 def test_vote_count(workers: int, alive: str) -> None:
     for words in (1, 65):
         same_as_reference("vote_count", flat.count_case(workers, words, alive, seed=words))
@@ -255,6 +264,7 @@ def test_the_signal_is_sampled_alike(workers: int) -> None:
     same_as_reference("vote_count", flat.count_case(workers, words, "some", seed=0))
     same_as_reference("vote_bit", flat.vote_case(workers, words, "some", seed=1))
     same_as_reference("vote_bit", flat.vote_case(workers, words, "some", seed=1, signal=False))
+    same_as_reference("vote_majority", flat.majority_case(workers, words, "some", seed=2))
 
 
 # Steps ----------------------------------------------------------------------------------------------------------------

@@ -138,6 +138,7 @@ def _merging() -> Iterator[Call]:
     yield "markov_merge", markov_merge_case(**AT, workers=4)
     for workers, alive in ((4, None), (33, "some")):
         yield "vote_bit", flat.vote_case(workers, 300, alive, 3, signal=alive is not None)
+    yield "vote_majority", flat.majority_case(4, 300, "some", 3)
     yield "vote_count", flat.count_case(4, 300, "some", 3)
     yield "lamb_measure", lamb_measure_case(**AT, low_dtype=BF16)
     yield "onebit_lamb_measure", onebit_lamb_case(**AT, low_dtype=BF16)
@@ -150,6 +151,7 @@ def _merging_more() -> Iterator[Call]:
     yield "mean", node.mean_case(4, 5000, seed=3, dtype=FP32)
     for workers in (1, 2, 4, 8, 16, 64, 128):
         yield "vote_bit", flat.vote_case(workers, 300, "some", 3)
+        yield "vote_majority", flat.majority_case(workers, 300, "some", 3)
         yield "vote_count", flat.count_case(workers, 300, "some", 3)
     for low in (None, FP16):
         yield "lamb_measure", lamb_measure_case(**AT, low_dtype=low)

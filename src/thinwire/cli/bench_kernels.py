@@ -123,6 +123,9 @@ def _birder_cases(grad: Tensor) -> list[_Case]:
     def vote_bit() -> None:
         kernels.vote_bit(votes, HEADER_BYTES, alive, **at, answer=up, key=2)
 
+    def vote_majority() -> None:
+        kernels.vote_majority(votes, HEADER_BYTES, alive, **at, answer=up, casting=2)
+
     def vote_count() -> None:
         kernels.vote_count(votes, HEADER_BYTES, alive, **at, answer=counts, planes=planes)
 
@@ -136,6 +139,7 @@ def _birder_cases(grad: Tensor) -> list[_Case]:
         _Case("apply, bf16 parameter and fp32 master", apply(master, low, counted=False), 12.125),
         _Case(f"apply of {_VOTERS} votes", apply(x, None, counted=True), 8.0 + planes / 8),
         _Case(f"vote of {_VOTERS} rows to a bit, by time", vote_bit, (_VOTERS + 1) / 8, bar=1.0, judged="speed"),
+        _Case(f"vote of {_VOTERS} rows to a majority, by time", vote_majority, (_VOTERS + 1) / 8, judged="speed"),
         _Case(f"vote of {_VOTERS} rows to counts, by time", vote_count, (_VOTERS + planes) / 8, judged="speed"),
     ]
 

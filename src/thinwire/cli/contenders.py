@@ -63,7 +63,7 @@ def warm_up(steps: int, longest_memory: float) -> dict[str, Any]:
 def _birder(race: Race) -> Contender:
     # From a study of 800 steps on tinyshakespeare, a model of the same size.
     downlink = race.downlink or "bit"
-    lr, beta = {"bit": (4e-3, 0.8), "votes": (6e-3, 0.7)}[downlink]
+    lr, beta = {"bit": (4e-3, 0.8), "majority": (3e-3, 0.7), "votes": (6e-3, 0.7)}[downlink]
     settings = {"lr": lr, "beta": beta, "weight_decay": WEIGHT_DECAY, "downlink": downlink, "seed": race.seed}
     return Contender("DDP + Birder", thinwire.Birder, settings)
 

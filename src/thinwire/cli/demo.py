@@ -36,7 +36,8 @@ def demo(
     downlink: Annotated[
         Downlink | None,
         typer.Option(
-            show_default="bit", help="What comes back from Birder's vote: one bit a parameter, or the count of votes."
+            show_default="bit",
+            help="What comes back from Birder's vote: a worker's bit, what most say, or the count of votes.",
         ),
     ] = None,
     seed: Annotated[int, integer(0, "Decides the initial model, the data order and the sampling.")] = 0,

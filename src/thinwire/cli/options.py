@@ -12,9 +12,10 @@ import typer
 
 
 class Downlink(str, Enum):
-    """What a shard's owner answers: one bit, or the vote count."""
+    """What a shard's owner answers: one worker's bit, what most say, or the vote count."""
 
     bit = "bit"
+    majority = "majority"
     votes = "votes"
 
 

@@ -33,6 +33,7 @@ class Kernels:
     mean: Callable[[Tensor, Tensor], None]
     roll_call: Callable[..., None]
     vote_bit: Callable[..., None]
+    vote_majority: Callable[..., None]
     vote_count: Callable[..., None]
     adopt: Callable[..., None]
     birder_apply: Callable[..., None]

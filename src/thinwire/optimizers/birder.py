@@ -41,6 +41,8 @@ class Birder(Greeting):
 
         x ← (1 - lr·λ) x - lr · Q(ū)
 
+    `downlink="majority"` puts sign(ū) in the place of Q(ū), and `downlink="votes"` ū itself.
+
     Example::
 
         model = DDP(net)
@@ -52,7 +54,8 @@ class Birder(Greeting):
     Args:
         params: parameters or groups of them, as in torch.optim. Groups may have their own `lr`, `beta`, `beta_b`,
             `gain`, `weight_decay` and `maximize`.
-        lr: step size; with `downlink="bit"` every living coordinate moves by just this much at every step.
+        lr: step size; with `downlink="bit"` or "majority" every living coordinate moves by just this much at every
+            step.
         beta: decay of both averages, in [0, 1). Smaller than AdamW's: b sees the noise of one worker, not of the mean.
         beta_b: decay of b; `beta` if None, as in the paper. A larger one makes b less noisy. As |m| ≤ b does not hold
             then, both are corrected for having begun at zero, and u is clamped to [-1, 1]:
@@ -63,8 +66,12 @@ class Birder(Greeting):
         weight_decay: decoupled decay λ, as in AdamW.
         amsgrad: let b never fall (the paper's proof has it, its experiments do not).
         maximize: ascend instead of descend.
-        downlink: what owners answer. "bit": one re-sampled bit, as in the paper. "votes": the count of votes, which
-            removes the second sampling's noise for ceil(log2(n+1)) bits down instead of one.
+        downlink: what owners answer. "bit": one re-sampled bit, as in the paper. "majority": what most workers say,
+            and in a tie what one of them says, who is another one at the next step. One bit down, too, without the
+            noise of drawing one worker's, but biased: its expectation is not the mean of all u_i, but grows with it,
+            for small means about √(2n/π) times as steeply. It therefore wants a smaller `lr`, about half with 4
+            workers. "votes": the count of votes, which removes the second sampling's noise and stays unbiased, for
+            ceil(log2(n+1)) bits down instead of one.
         seed: of the sampling; the same on all ranks.
         process_group: the ranks that train together; the default group if None.
         topology: "flat": every rank is a worker i as above. "hierarchical": every node is one. Its ranks average their
@@ -85,7 +92,7 @@ class Birder(Greeting):
     When not to use it:
         With few workers and tiny batches the answer is mostly noise: it has variance 1 - ū² a coordinate, however
         many workers there are. Watch `metrics().mean_abs_vote`; near 0.8/√n workers only toss coins, and a smaller
-        `beta`, a larger batch or `downlink="votes"` help. Where a dense all-reduce costs nothing (one machine, or
+        `beta`, a larger batch or another `downlink` help. Where a dense all-reduce costs nothing (one machine, or
         100 Gbit/s and a small model), AdamW is simpler.
 
     Gradient clipping:
@@ -98,8 +105,8 @@ class Birder(Greeting):
           A coordinate that wakes up again moves from the step after its first gradient.
         * The division m/b is never carried out: `+1` is sent when m > r (b + ε), r uniform on [-1, 1).
         * The owner draws one worker's bit at random instead of sampling Q(ū): the same distribution, fewer operations.
-        * Decoupled weight decay, `beta_b`, `gain`, `downlink="votes"`, `state_dtype` and fp32 masters of bf16 and fp16
-          parameters are ours.
+        * Decoupled weight decay, `beta_b`, `gain`, `downlink="majority"` and "votes", `state_dtype` and fp32 masters of
+          bf16 and fp16 parameters are ours.
         * In a hierarchical topology of a single node nothing is compressed: x ← (1 - lr·λ) x - lr · u.
         * A parameter whose `grad` is None on all workers is left alone in that step, as in torch.optim.
     """
@@ -122,7 +129,7 @@ class Birder(Greeting):
         **wire: Unpack[WireOptions],
     ) -> None:
         if downlink not in get_args(Downlink):
-            raise ValueError(f"downlink={downlink!r}: expected 'bit' or 'votes'")
+            raise ValueError(f"downlink={downlink!r}: expected 'bit', 'majority' or 'votes'")
         if state_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"state_dtype={state_dtype!r}: expected torch.float32 or torch.bfloat16")
         if not 0 <= eps < math.inf:

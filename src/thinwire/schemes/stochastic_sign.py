@@ -22,15 +22,15 @@ from thinwire.wire.packet import HEADER_BYTES
 ROLL_PERIOD = 256
 """Steps between two roll calls of a coordinate; the roll call is this fraction of the bytes."""
 
-Downlink = Literal["bit", "votes"]
+Downlink = Literal["bit", "majority", "votes"]
 
 
 class StochasticSign:
-    """Votes up, an answer down: a re-sampled bit, or the number of votes.
+    """Votes up, an answer down: a re-sampled bit, what most say, or the number of votes.
 
     Args:
         layout: the flat space.
-        downlink: "bit" or "votes".
+        downlink: "bit", "majority" or "votes".
         kernels: the backend.
         life: the state that tells which coordinates live: those above `eps`.
         eps: threshold of life.
@@ -42,6 +42,7 @@ class StochasticSign:
         self._eps = eps
         self._step = 0
         self._key = 0
+        self._downlink = downlink
         self._frames: list[Frame] = []
         self.workers = layout.workers if downlink == "votes" else 0
         """How many votes an answer counts; 0 when it is a sign."""
@@ -61,7 +62,7 @@ class StochasticSign:
         self._frames = mail.frames
 
     def begin_step(self, step: int, key: int) -> None:
-        """Whose turn the roll call is follows from the step, and the owners' draws from the key."""
+        """Whose turn it is at the roll call and in ties follows from the step, and the owners' draws from the key."""
         self._step, self._key = step, key
         self._signal.zero_()
 
@@ -92,7 +93,10 @@ class StochasticSign:
             "answer_byte": HEADER_BYTES,
             "signal": self._signal,
         }
-        if self.workers:
+        if self._downlink == "majority":
+            casting = self._step % self._votes_of
+            self._kernels.vote_majority(frame.received, HEADER_BYTES, self.alive, casting=casting, **votes)
+        elif self._downlink == "votes":
             self._kernels.vote_count(frame.received, HEADER_BYTES, self.alive, planes=self.planes, **votes)
         else:
             self._kernels.vote_bit(frame.received, HEADER_BYTES, self.alive, key=self._key, **votes)

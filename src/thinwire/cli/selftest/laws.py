@@ -127,11 +127,15 @@ def _runs_are_their_papers(site: Site, findings: Findings) -> None:
     cases: list[tuple[Subject, Callable[[Tensor], Any]]] = [
         (
             Subject("Birder", thinwire.Birder, {"beta": 0.8}),
-            lambda x: oracles.Birder(x, places, site.ranks, **rule, beta=0.8, votes=False),
+            lambda x: oracles.Birder(x, places, site.ranks, **rule, beta=0.8, downlink="bit"),
+        ),
+        (
+            Subject("Birder with a majority", thinwire.Birder, {"beta": 0.8, "downlink": "majority"}),
+            lambda x: oracles.Birder(x, places, site.ranks, **rule, beta=0.8, downlink="majority"),
         ),
         (
             Subject("Birder with votes", thinwire.Birder, {"beta": 0.8, "downlink": "votes"}),
-            lambda x: oracles.Birder(x, places, site.ranks, **rule, beta=0.8, votes=True),
+            lambda x: oracles.Birder(x, places, site.ranks, **rule, beta=0.8, downlink="votes"),
         ),
         (
             Subject("1-bit Adam", thinwire.OneBitAdam, {**adam, "warmup_steps": _WARM_UP}),
@@ -169,6 +173,7 @@ def _bytes_are_what_codecs_say(site: Site, findings: Findings) -> None:
     signs = {"betas": (0.5, 0.5), "warmup_steps": 2}
     cases: list[tuple[Subject, float]] = [
         (Subject("Birder", thinwire.Birder), 2 * share),
+        (Subject("Birder with a majority", thinwire.Birder, {"downlink": "majority"}), 2 * share),
         (Subject("Birder with votes", thinwire.Birder, {"downlink": "votes"}), (1 + site.ranks.bit_length()) * share),
         (Subject("1-bit Adam, compressing", thinwire.OneBitAdam, signs), 2 * share),
         (Subject("CD-Adam", thinwire.CDAdam), 2 * 65 / 64 * share),
@@ -253,7 +258,7 @@ LAWS = (
     Law(
         3,
         "A run is what the paper says",
-        "Distributed runs of Birder (both downlinks) and 1-bit Adam (both stages) with float64 programs of their "
+        "Distributed runs of Birder (all downlinks) and 1-bit Adam (both stages) with float64 programs of their "
         f"formulas for all workers at once, to within {_NEAR:g}, where one wrong bit would be worth far more.",
         _runs_are_their_papers,
     ),

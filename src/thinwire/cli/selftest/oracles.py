@@ -29,15 +29,16 @@ class Birder:
         start: all parameters one after another.
         elements: where each of their elements lies in the flat space.
         workers: how many.
+        downlink: "bit", "majority" or "votes".
     """
 
     def __init__(
-        self, start: Tensor, elements: Tensor, workers: int, *, lr: float, decay: float, beta: float, votes: bool
+        self, start: Tensor, elements: Tensor, workers: int, *, lr: float, decay: float, beta: float, downlink: str
     ) -> None:
         self.x = start.double()
         self.undecided = torch.zeros(start.shape, dtype=torch.bool)
         self._elements = elements
-        self._lr, self._decay, self._beta, self._votes = lr, decay, beta, votes
+        self._lr, self._decay, self._beta, self._downlink = lr, decay, beta, downlink
         self._m = torch.zeros(workers, start.numel(), dtype=torch.float64)
         self._b = torch.zeros_like(self._m)
         self._step = 0
@@ -53,8 +54,11 @@ class Birder:
         margin = self._m - r * self._b
         self.undecided |= ((margin.abs() <= _ROUNDING * self._b) & (self._b > 0)).any(0)
         bits = margin > 0
-        if self._votes:
-            direction = (2 * bits.sum(0) - workers) / workers
+        mean = (2 * bits.sum(0) - workers) / workers
+        if self._downlink == "votes":
+            direction = mean
+        elif self._downlink == "majority":
+            direction = torch.where(mean == 0, 2.0 * bits[self._step % workers] - 1, mean.sign())
         else:
             chosen = drawn_worker(rng.owner_key(0, self._step), workers, self._elements)
             direction = 2.0 * bits.gather(0, chosen.unsqueeze(0))[0] - 1

@@ -53,6 +53,7 @@ class Subject:
 
 SUBJECTS = (
     Subject("Birder", thinwire.Birder, quick=True),
+    Subject("Birder with a majority", thinwire.Birder, {"downlink": "majority"}),
     Subject("Birder with votes", thinwire.Birder, {"downlink": "votes"}),
     Subject("Birder of bfloat16", thinwire.Birder, dtype=torch.bfloat16),
     Subject("1-bit Adam", thinwire.OneBitAdam, _WARM_UP, buckets_matter=True, quick=True),

@@ -129,9 +129,13 @@ def _birder_cases(site: Site, gradient: Tensor) -> list[_Case]:
         rule = {"beta": 0.8, "eps": 1e-12, "scale": 1.0, "amsgrad": False, "key": 1}
         table.birder_encode(runs, gradient, m, b, alive, packet, **rule)
 
+    at = {"first_word": 0, "words": elements // WORD, "answer": packet, "answer_byte": HEADER_BYTES, "signal": signal}
+
     def vote() -> None:
-        at = {"first_word": 0, "words": elements // WORD, "answer": packet, "answer_byte": HEADER_BYTES}
-        table.vote_bit(rows, HEADER_BYTES, alive, **at, key=2, signal=signal)
+        table.vote_bit(rows, HEADER_BYTES, alive, **at, key=2)
+
+    def majority() -> None:
+        table.vote_majority(rows, HEADER_BYTES, alive, **at, casting=2)
 
     def apply() -> None:
         table.birder_apply(runs, x, None, alive, packet, planes=1, workers=0, lr=1e-3, decay=0.9999)
@@ -139,6 +143,7 @@ def _birder_cases(site: Site, gradient: Tensor) -> list[_Case]:
     return [
         _Case("Birder, encode", 20.125, encode),
         _Case(f"Birder, vote of {_VOTERS}", (_VOTERS + 1) / 8, vote),
+        _Case(f"Birder, majority of {_VOTERS}", (_VOTERS + 1) / 8, majority),
         _Case("Birder, apply", 8.125, apply),
     ]
 

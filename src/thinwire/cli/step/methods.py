@@ -248,6 +248,7 @@ METHODS: dict[str, Method] = {
     "birder-no-overlap": _thinwire(
         thinwire.Birder, "flat, exchanged in step() instead of during backward", overlap=False
     ),
+    "birder-majority": _thinwire(thinwire.Birder, 'flat, downlink="majority"', downlink="majority"),
     "birder-votes": _thinwire(
         thinwire.Birder, 'flat, downlink="votes"', theory=_between_ranks(1, _vote_count_bits), downlink="votes"
     ),

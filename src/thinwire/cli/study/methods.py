@@ -119,6 +119,7 @@ METHODS = {
         Method("adamw", "AdamW", 5e-3, _ADAM, _dense(MeanAdamW, fused=True)),
         Method("sgdm", "SGDM", 0.2, ((0.9,), (0.8,), (0.95,)), _sgdm, decays=(1e-3, 0.0), only="pictures"),
         Method("birder-bit", "Birder, bit", 6e-3, _BIRDER, _birder("bit", 2.0), {"gain": 2.0}),
+        Method("birder-majority", "Birder, majority", 4e-3, _BIRDER, _birder("majority", 1.5), {"gain": 1.5}),
         Method("birder-votes", "Birder, votes", 8e-3, _BIRDER, _birder("votes", 1.5), {"gain": 1.5}),
         Method("onebit-adam", "1-bit Adam", 5e-3, _FROZEN, _after_warm_up(thinwire.OneBitAdam), {"warm-up": 0.15}),
         Method("zero-one-adam", "0/1 Adam", 5e-3, _FROZEN, _zero_one_adam, {"freeze": 0.15, "interval": 4}),

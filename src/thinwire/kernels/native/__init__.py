@@ -15,6 +15,7 @@ from thinwire.kernels.native.birder import (
     roll_call,
     vote_bit,
     vote_count,
+    vote_majority,
 )
 from thinwire.kernels.native.crc import crc32c
 from thinwire.kernels.native.dense import dense_apply, dense_encode, mean, square_sum, step_apply
@@ -69,4 +70,5 @@ __all__ = [
     "use_isa",
     "vote_bit",
     "vote_count",
+    "vote_majority",
 ]

@@ -140,6 +140,31 @@ def vote_bit(
     )
 
 
+def vote_majority(
+    rows: Tensor,
+    byte: int,
+    alive: Tensor,
+    *,
+    first_word: int,
+    words: int,
+    answer: Tensor,
+    answer_byte: int,
+    casting: int,
+    signal: Tensor | None,
+) -> None:
+    """See `reference.vote_majority`."""
+    lib().thinwire_vote_majority(
+        rows.data_ptr() + byte,
+        rows.stride(0),
+        rows.shape[0],
+        alive.data_ptr() + 8 * first_word,
+        words,
+        answer.data_ptr() + answer_byte,
+        casting,
+        pointer(signal),
+    )
+
+
 def vote_count(
     rows: Tensor,
     byte: int,

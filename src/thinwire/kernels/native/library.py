@@ -38,6 +38,7 @@ _SIGNATURES = {
     "thinwire_mean": (None, [_ptr, _i64, _i64, _int, _i64, _ptr]),
     "thinwire_roll_call": (None, [*_STATE, _i64, _i64, _i64, _i64, _i64, _float, _ptr, _i64, _i64]),
     "thinwire_vote_bit": (None, [_ptr, _i64, _i64, _ptr, _i64, _i64, _ptr, _u64, _ptr]),
+    "thinwire_vote_majority": (None, [_ptr, _i64, _i64, _ptr, _i64, _ptr, _i64, _ptr]),
     "thinwire_vote_count": (None, [_ptr, _i64, _i64, _ptr, _i64, _i64, _ptr, _ptr]),
     "thinwire_adopt": (None, [_ptr, _i64, _i64, _i64, _ptr, _i64, _i64, _i64, _i64]),
     "thinwire_birder_apply": (None, [*_RUNS, *_PARAMETER, _ptr, _ptr, _i64, _i64, _float, _float]),

@@ -25,6 +25,7 @@ from thinwire.kernels.reference.birder import (
     roll_call,
     vote_bit,
     vote_count,
+    vote_majority,
 )
 from thinwire.kernels.reference.crc import crc32c
 from thinwire.kernels.reference.lamb import lamb_apply, lamb_measure, onebit_lamb_measure, square_sum
@@ -81,5 +82,6 @@ __all__ = [
     "unpack",
     "vote_bit",
     "vote_count",
+    "vote_majority",
     "words_at",
 ]

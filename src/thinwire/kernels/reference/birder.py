@@ -171,6 +171,30 @@ def vote_bit(
     _add_signal(bits, living, signal)
 
 
+def vote_majority(
+    rows: Tensor,
+    byte: int,
+    alive: Tensor,
+    *,
+    first_word: int,
+    words: int,
+    answer: Tensor,
+    answer_byte: int,
+    casting: int,
+    signal: Tensor | None,
+) -> None:
+    """What most workers say where `alive`, or in a tie what the worker `casting` says; elsewhere the *or* of all bits.
+
+    Arguments are as above.
+    """
+    bits = torch.stack([unpack(words_at(row, byte, words)) for row in rows])
+    living = unpack(alive[first_word : first_word + words])
+    lead = 2 * bits.sum(0) - rows.shape[0]
+    most = torch.where(lead == 0, bits[casting], lead > 0)
+    words_at(answer, answer_byte, words).copy_(pack(torch.where(living, most, bits.any(0))))
+    _add_signal(bits, living, signal)
+
+
 def vote_count(
     rows: Tensor,
     byte: int,

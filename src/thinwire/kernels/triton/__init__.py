@@ -18,7 +18,7 @@ from thinwire.kernels.triton.markov import markov_difference, markov_encode, mar
 from thinwire.kernels.triton.packets import packet_check, packet_seal
 from thinwire.kernels.triton.shards import forget, shard_scale
 from thinwire.kernels.triton.sign import momentum_encode, sign_apply, sign_encode, sign_merge, step_apply
-from thinwire.kernels.triton.votes import vote_bit, vote_count
+from thinwire.kernels.triton.votes import vote_bit, vote_count, vote_majority
 
 __all__ = [
     "adam_apply",
@@ -51,4 +51,5 @@ __all__ = [
     "step_apply",
     "vote_bit",
     "vote_count",
+    "vote_majority",
 ]

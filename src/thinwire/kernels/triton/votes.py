@@ -97,10 +97,9 @@ def vote_bit(
     _add_signal(rows, byte, alive, first_word, words, signal)
 
 
-@jit(do_not_specialize=["workers"])
-def _vote_count(rows, stride, byte, workers, lanes, answer, answer_byte, PLANES: tl.constexpr, LANES: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
-    mask = place < lanes
+@triton.jit
+def _counts(rows, stride, byte, workers, place, mask, PLANES: tl.constexpr, LANES: tl.constexpr):
+    """How many workers have a bit, in planes, lowest first."""
     counts = ()
     for _ in tl.static_range(PLANES):
         counts += (tl.zeros((LANES,), dtype=tl.uint32),)
@@ -111,6 +110,56 @@ def _vote_count(rows, stride, byte, workers, lanes, answer, answer_byte, PLANES:
             more += (counts[plane] ^ carry,)
             carry = counts[plane] & carry
         counts = more
+    return counts
+
+
+@jit(do_not_specialize=["workers", "first_lane", "lanes", "casting"])
+def _vote_majority(
+    rows, stride, byte, workers, alive, first_lane, lanes, answer, answer_byte, casting,
+    PLANES: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    place = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
+    mask = place < lanes
+    counts = _counts(rows, stride, byte, workers, place, mask, PLANES, LANES)
+    # A count is compared with half of the workers by the highest bit in which the two differ. If none does it is a tie,
+    # and of an odd number the smaller half.
+    tied = tl.load(_lanes_of(rows, tl.cast(casting, tl.int64) * stride + byte) + place, mask=mask, other=0)
+    more = tl.where((workers & 1) == 0, tied, 0)
+    some = tl.zeros((LANES,), dtype=tl.uint32)
+    for plane in tl.static_range(PLANES):
+        some |= counts[plane]
+        more = tl.where((((workers >> 1) >> plane) & 1) == 0, counts[plane] | more, counts[plane] & more)
+    living = tl.load(_lanes_of(alive, 0) + first_lane + place, mask=mask, other=0)
+    tl.store(_lanes_of(answer, answer_byte) + place, (more & living) | (some & ~living), mask=mask)
+
+
+def vote_majority(
+    rows: Tensor,
+    byte: int,
+    alive: Tensor,
+    *,
+    first_word: int,
+    words: int,
+    answer: Tensor,
+    answer_byte: int,
+    casting: int,
+    signal: Tensor | None,
+) -> None:
+    """See the reference."""
+    workers = rows.shape[0]
+    launch(
+        _vote_majority, (triton.cdiv(2 * words, _LANES),), rows,
+        rows, rows.stride(0), byte, workers, alive, 2 * first_word, 2 * words, answer, answer_byte, casting,
+        PLANES=workers.bit_length(), LANES=_LANES,
+    )  # fmt: skip
+    _add_signal(rows, byte, alive, first_word, words, signal)
+
+
+@jit(do_not_specialize=["workers"])
+def _vote_count(rows, stride, byte, workers, lanes, answer, answer_byte, PLANES: tl.constexpr, LANES: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
+    mask = place < lanes
+    counts = _counts(rows, stride, byte, workers, place, mask, PLANES, LANES)
     to = _lanes_of(answer, answer_byte)
     for plane in tl.static_range(PLANES):
         tl.store(to + plane * lanes + place, counts[plane], mask=mask)
