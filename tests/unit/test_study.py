@@ -240,7 +240,7 @@ class Landscape:
 
 @pytest.mark.parametrize("factor", [0.25, 0.5, 1.0, 1.3, 2.0, 3.0])
 def test_the_search_finds_the_best_and_everybody_has_the_same_budget(tmp_path: Path, factor: float) -> None:
-    task, method = small(tmp_path, "text"), METHODS["adamw"]
+    task, method = small(tmp_path, "text"), replace(METHODS["adamw"], thorough=False)
     landscape = Landscape(factor * method.lr, method.betas[2], method.decays[1])
     best = study(task, method, landscape)
     assert (best.betas, best.weight_decay) == (method.betas[2], method.decays[1])
@@ -252,9 +252,18 @@ def test_the_search_finds_the_best_and_everybody_has_the_same_budget(tmp_path: P
 
 
 def test_rates_at_which_training_diverges_are_left(tmp_path: Path) -> None:
-    method = METHODS["adamw"]
+    method = replace(METHODS["adamw"], thorough=False)
     landscape = Landscape(method.lr / 64, method.betas[0], method.decays[0])
     assert study(small(tmp_path, "text"), method, landscape).lr == pytest.approx(method.lr / 4, rel=0.01)
+
+
+def test_only_the_reference_may_search_longer(tmp_path: Path) -> None:
+    assert [name for name, method in METHODS.items() if method.thorough] == ["adamw"]
+    method = METHODS["adamw"]
+    landscape = Landscape(20 * method.lr, method.betas[2], method.decays[1])
+    best = study(small(tmp_path, "text"), method, landscape)
+    assert abs(math.log2(best.lr / landscape.best.lr)) <= 0.5, "beyond what the first four rates reach"
+    assert len({setting for setting, seed in landscape.runs if seed == SEARCH_SEED}) == SEARCH_RUNS + RATES - 1
 
 
 # Store, report, command ----------------------------------------------------------------------------------------------

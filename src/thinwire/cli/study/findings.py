@@ -11,7 +11,7 @@ from statistics import fmean, median, stdev
 
 from thinwire.cli.study.methods import METHODS, Method, Setting
 from thinwire.cli.study.runs import Result
-from thinwire.cli.study.search import FRESH_SEEDS
+from thinwire.cli.study.search import FRESH_SEEDS, SEARCH_SEED
 from thinwire.cli.study.store import Store
 from thinwire.cli.study.tasks import Task
 
@@ -84,8 +84,10 @@ def findings(directory: Path, task: Task, methods: Sequence[str]) -> list[Findin
         by_setting: dict[Setting, dict[int, Result]] = {}
         for result in Store(directory, task, name).results:
             by_setting.setdefault(result.setting, {})[result.seed] = result
-        complete = [seeds for seeds in by_setting.values() if set(FRESH_SEEDS) <= set(seeds)]
-        found += [Finding(task, METHODS[name], [seeds[seed] for seed in FRESH_SEEDS]) for seeds in complete[-1:]]
+        complete = [seeds for seeds in by_setting.values() if {SEARCH_SEED, *FRESH_SEEDS} <= set(seeds)]
+        if complete:
+            best = min(complete, key=lambda seeds: task.value(seeds[SEARCH_SEED].final))
+            found.append(Finding(task, METHODS[name], [best[seed] for seed in FRESH_SEEDS]))
     return sorted(found, key=lambda finding: finding.mean)
 
 

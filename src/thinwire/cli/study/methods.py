@@ -53,6 +53,8 @@ class Method:
     decays: tuple[float, float] = (0.1, 0.01)
     """The one to begin with, and another."""
     overlaps: bool = True
+    thorough: bool = False
+    """Whether rates are searched once more when the rest is known."""
     only: str | None = None
     """The task that it is for; None for all."""
 
@@ -116,7 +118,7 @@ _TRAILING = ((0.0, 0.99), (0.5, 0.99), (0.0, 0.999))
 METHODS = {
     method.name: method
     for method in (
-        Method("adamw", "AdamW", 5e-3, _ADAM, _dense(MeanAdamW, fused=True)),
+        Method("adamw", "AdamW", 5e-3, _ADAM, _dense(MeanAdamW, fused=True), thorough=True),
         Method("sgdm", "SGDM", 0.2, ((0.9,), (0.8,), (0.95,)), _sgdm, decays=(1e-3, 0.0), only="pictures"),
         Method("birder-bit", "Birder, bit", 6e-3, _BIRDER, _birder("bit", 2.0), {"gain": 2.0}),
         Method("birder-majority", "Birder, majority", 4e-3, _BIRDER, _birder("majority", 1.5), {"gain": 1.5}),

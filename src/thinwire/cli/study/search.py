@@ -1,4 +1,7 @@
-"""The same budget for everybody: four learning rates, two other betas, another decay; then fresh seeds."""
+"""The same budget for everybody: four learning rates, two other betas, another decay; then fresh seeds.
+
+Only what all are compared with may try three more rates, with its best betas: nobody shall win against a straw man.
+"""
 
 from __future__ import annotations
 
@@ -38,6 +41,8 @@ def study(task: Task, method: Method, measure: Measure) -> Setting:
     for name, others in (("betas", method.betas[1:]), ("weight_decay", method.decays[1:])):
         candidates = [best, *(replace(best, **{name: other}) for other in others)]
         best = min(candidates, key=cost)
+    if method.thorough:
+        best = replace(best, lr=_best_rate(best.lr, lambda rate: cost(replace(best, lr=rate))))
     for seed in FRESH_SEEDS:
         measure(best, seed)
     return best
