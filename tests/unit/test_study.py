@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import shutil
 import signal
 import struct
 import subprocess
@@ -270,23 +271,23 @@ def test_only_the_reference_may_search_longer(tmp_path: Path) -> None:
 
 
 def test_a_store_keeps_results_and_forgets_what_was_defined_otherwise(tmp_path: Path) -> None:
-    task, setting = small(tmp_path, "text"), Setting(1e-3, (0.9, 0.95), 0.1)
+    task, setting, out = small(tmp_path, "text"), Setting(1e-3, (0.9, 0.95), 0.1), tmp_path / "out"
     result = run_virtually(Run(task, "lion", setting, 1))
-    store = Store(tmp_path / "out", task, "lion")
+    store = Store(out, task, "lion", task.data())
     assert store.find(setting, 1) is None
     store.add(result)
-    for again in (store, Store(tmp_path / "out", task, "lion")):
+    for again in (store, Store(out, task, "lion", task.data()), Store(out, task, "lion", data=None)):
         found = again.find(setting, 1)
         assert found is not None
         assert found.final.loss == pytest.approx(result.final.loss, abs=1e-6)
         assert (found.setting, found.seed, found.bytes_sent) == (setting, 1, result.bytes_sent)
         assert again.find(setting, 2) is None
         assert again.find(replace(setting, lr=2e-3), 1) is None
-    assert not Store(tmp_path / "out", replace(task, steps=7), "lion").results
-    assert not Store(tmp_path / "out", task, "adamw").results
-    other = replace(task, sources=replace(task.sources, text=tmp_path / "elsewhere"))
+    assert not Store(out, replace(task, steps=7), "lion", task.data()).results
+    assert not Store(out, task, "adamw", task.data()).results
     (tmp_path / "elsewhere").write_text("other words " * 100, encoding="utf-8")
-    assert not Store(tmp_path / "out", other, "lion").results
+    other = replace(task, sources=replace(task.sources, text=tmp_path / "elsewhere"))
+    assert not Store(out, other, "lion", other.data()).results
 
 
 def finding(task: Task, method: str, ends: list[float], sent: float = 1000.0) -> Finding:
@@ -323,6 +324,28 @@ def test_what_is_made_of_results(tmp_path: Path) -> None:
     assert (
         "| SketchedAMSGrad | 0.001, (0.9, 0.95), 0.1 | 3.0000 ± 0.0000 | +50.0 %, +14.1 std | not reached |  |" in text
     )
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_page_has_the_tables_that_the_command_prints(tmp_path: Path) -> None:
+    """Of the results in the repository; and a picture of each task."""
+    copied = tmp_path / "convergence"
+    shutil.copytree(ROOT / "docs" / "convergence", copied)
+    (copied / "tables.md").unlink()
+    told = invoke("--report", "--output", str(copied))
+    assert told.exit_code == 0, told.output
+    tables = (copied / "tables.md").read_text(encoding="utf-8")
+    assert tables == (ROOT / "docs" / "convergence" / "tables.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "convergence.md").read_text(encoding="utf-8")
+    for task in tasks(Sources()).values():
+        found = findings(copied, task, list(METHODS))
+        assert {finding.method.name for finding in found} == {
+            name for name, method in METHODS.items() if method.only in (None, task.name)
+        }
+        assert section(task, found) in page
+        assert f"convergence/{task.name}.png" in page
 
 
 def invoke(*arguments: str) -> Any:

@@ -139,7 +139,7 @@ def _begin(news: Any) -> None:
 
 
 def _study(output: Path, task: Task, method: str, *, processes: bool) -> None:
-    store = Store(output, task, method)
+    store = Store(output, task, method, task.data())
     run = run_really if processes else run_virtually
 
     def measure(setting: Setting, seed: int) -> Result:

@@ -82,7 +82,7 @@ def findings(directory: Path, task: Task, methods: Sequence[str]) -> list[Findin
     found = []
     for name in methods:
         by_setting: dict[Setting, dict[int, Result]] = {}
-        for result in Store(directory, task, name).results:
+        for result in Store(directory, task, name, data=None).results:
             by_setting.setdefault(result.setting, {})[result.seed] = result
         complete = [seeds for seeds in by_setting.values() if {SEARCH_SEED, *FRESH_SEEDS} <= set(seeds)]
         if complete:

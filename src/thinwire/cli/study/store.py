@@ -20,15 +20,17 @@ class Store:
         directory: of all results.
         task: which.
         method: which.
+        data: the fingerprint of the task's data; None to read results of any data, and to add none.
     """
 
-    def __init__(self, directory: Path, task: Task, method: str) -> None:
+    def __init__(self, directory: Path, task: Task, method: str, data: str | None) -> None:
         self.path = directory / task.name / f"{method}.json"
-        self._definition = {"task": task.definition(), "method": METHODS[method].definition(), "data": task.data()}
+        self._definition = {"task": task.definition(), "method": METHODS[method].definition(), "data": data}
         self.results: list[Result] = []
         if self.path.exists():
             stored = json.loads(self.path.read_text(encoding="utf-8"))
-            if stored["definition"] == self._definition:
+            seen = stored["definition"] if data is not None else {**stored["definition"], "data": None}
+            if seen == self._definition:
                 self.results = [Result.from_json(each) for each in stored["runs"]]
 
     def find(self, setting: Setting, seed: int) -> Result | None:
@@ -37,6 +39,7 @@ class Store:
 
     def add(self, result: Result) -> None:
         """Keep a result; whoever reads the file meanwhile has the old one or the new one."""
+        assert self._definition["data"] is not None, "results belong to data"
         self.results.append(result)
         lines = ",\n".join(f"  {json.dumps(each.to_json(), allow_nan=False)}" for each in self.results)
         text = f'{{"definition": {json.dumps(self._definition)},\n "runs": [\n{lines}\n]}}\n'
