@@ -184,7 +184,7 @@ def give(params: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> 
 def beside_adamw(rank: int, world_size: int, options: dict[str, Any]) -> list[tuple[Tensor, Tensor]]:
     """The parameters after every step, and those of torch's AdamW on the mean gradient."""
     params, theirs = parameters(*SHAPES), parameters(*SHAPES)
-    optimizer = thinwire.CDAdam(params, weight_decay=DECAY, **options)
+    optimizer = thinwire.CDAdam(params, betas=(0.9, 0.99), weight_decay=DECAY, **options)
     adamw = torch.optim.AdamW(theirs, betas=(0.9, 0.99), eps=1e-8, weight_decay=DECAY, amsgrad=True)
     values = []
     for step in range(50):

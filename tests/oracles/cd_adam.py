@@ -63,13 +63,14 @@ class CDAdamOracle:
         codec: Literal["sign", "topk"] = "sign",
         ratio: float = 1 / 64,
         compress: Literal["gradient", "momentum"] = "gradient",
-        betas: Betas = (0.9, 0.99),
+        betas: Betas | None = None,
         eps: float = 1e-8,
         maximize: bool = False,
     ) -> None:
         self.groups = list(groups)
         self.compressed, self.maximize = compressed, maximize
         self.codec, self.ratio, self.compress = codec, ratio, compress
+        betas = betas or ((0.0, 0.99) if (codec, compress) == ("sign", "gradient") else (0.9, 0.99))
         self.space = FlatSpace(self.groups, workers, slices, bucket_elements)
         self.parameters = [AMSGradParameter(*place, place.group.betas or betas, eps) for place in self.space.places]
         elements = self.space.elements.size

@@ -102,6 +102,20 @@ def test_true_is_no_number_of_anything(option: dict[str, Any]) -> None:
         thinwire.SketchedAMSGrad(parameters(), **option)
 
 
+@pytest.mark.parametrize(
+    ("options", "betas"),
+    [
+        ({}, (0.0, 0.99)),
+        ({"compress": "momentum"}, (0.9, 0.99)),
+        ({"codec": "topk"}, (0.9, 0.99)),
+        ({"betas": (0.5, 0.9)}, (0.5, 0.9)),
+    ],
+    ids=str,
+)
+def test_signs_of_gradients_have_no_momentum_unless_asked(options: dict[str, Any], betas: tuple[float, float]) -> None:
+    assert thinwire.CDAdam(parameters(), **options).param_groups[0]["betas"] == betas
+
+
 def test_an_eps_that_is_zero_as_float32() -> None:
     with pytest.raises(ValueError, match=r"^eps=1e-50: expected"):
         thinwire.SketchedAMSGrad(parameters(), eps=1e-50)
