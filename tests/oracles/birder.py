@@ -137,9 +137,9 @@ class BirderOracle:
         groups: Sequence[Group],
         workers: int,
         *,
-        beta: float = 0.8,
-        beta_b: float | None = None,
-        gain: float = 1.0,
+        beta: float = 0.7,
+        beta_b: float | None = 0.95,
+        gain: float | None = None,
         eps: float = 1e-12,
         amsgrad: bool = False,
         maximize: bool = False,
@@ -151,7 +151,8 @@ class BirderOracle:
         self.workers = workers
         self.beta, self.eps = beta, eps
         self.beta_b = beta if beta_b is None else beta_b
-        self.gain = gain
+        usual = 2.0 if downlink == "bit" else 1.5
+        self.gain = gain if gain is not None else 1.0 if beta_b is None else usual
         self.amsgrad, self.maximize, self.downlink = amsgrad, maximize, downlink
         self.seed = seed
         self.compressed = compressed

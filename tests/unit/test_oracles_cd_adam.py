@@ -45,7 +45,7 @@ def test_what_is_said_in_full_is_torchs_amsgrad_on_the_mean_gradient(case: str) 
     options: dict[str, Any] = {"compressed": False} if case == "a single node" else {"codec": "topk", "ratio": 1.0}
     values = starting_values()
     groups = [Group(values[:2], 0.1, 0.1, (0.8, 0.9)), Group(values[2:], 0.05)]
-    oracle = CDAdamOracle(groups, workers, bucket_elements=128, **options)
+    oracle = CDAdamOracle(groups, workers, bucket_elements=128, betas=(0.9, 0.99), **options)
     tensors = [torch.nn.Parameter(torch.tensor(value)) for value in values]
     adamw = torch.optim.AdamW(
         [

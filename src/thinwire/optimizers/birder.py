@@ -27,16 +27,21 @@ from thinwire.wire import packet
 from thinwire.wire.buckets import Layout
 from thinwire.wire.mail import Part
 
+_GAINS = {"bit": 2.0, "majority": 1.5, "votes": 1.5}
+"""As `thinwire study` has them."""
+
 
 class Birder(Greeting):
     r"""Birder (Peng et al., NeurIPS 2023): a 1-bit adaptive optimizer for data-parallel training.
 
-    Worker i, from its own gradient g, with one β for both averages::
+    Worker i, from its own gradient g, keeps two averages and takes their ratio, at most 1 and at least -1::
 
-        m ← β m + (1-β) g        b ← β b + (1-β) |g|        u = m / (b + ε)
+        m ← β m + (1-β) g        b ← β_b b + (1-β_b) |g|        u = clamp(κ · m / (b + ε) · (1-β_bᵗ)/(1-βᵗ))
 
-    The two averages share β and their start, so |m| ≤ b: u is in [-1, 1] and needs neither a scale nor bias correction.
-    It travels as one bit, `+1` with probability (1+u)/2. The owner of a shard averages the bits, ū = mean Q(u_i), and
+    The paper has `beta_b=None`: β_b = β and κ = 1, so that |m| ≤ b and nothing is clamped or corrected. The defaults
+    are what did best in `thinwire study` (docs/convergence.md).
+
+    u travels as one bit, `+1` with probability (1+u)/2. The owner of a shard averages the bits, ū = mean Q(u_i), and
     answers with one bit again, and everybody moves by it::
 
         x ← (1 - lr·λ) x - lr · Q(ū)
@@ -56,12 +61,11 @@ class Birder(Greeting):
             `gain`, `weight_decay` and `maximize`.
         lr: step size; with `downlink="bit"` or "majority" every living coordinate moves by just this much at every
             step.
-        beta: decay of both averages, in [0, 1). Smaller than AdamW's: b sees the noise of one worker, not of the mean.
-        beta_b: decay of b; `beta` if None, as in the paper. A larger one makes b less noisy. As |m| ≤ b does not hold
-            then, both are corrected for having begun at zero, and u is clamped to [-1, 1]:
-            u = (m / (1-βᵗ)) / ((b + ε) / (1-β_bᵗ)).
-        gain: u is multiplied by it, and then clamped to [-1, 1]. More of a vote is signal then, and less of it is the
-            noise of one bit; the learning rate that suits falls by about as much.
+        beta: decay of m, in [0, 1). Smaller than AdamW's: what one bit says of a long average is mostly noise.
+        beta_b: decay of b. None for `beta`, as in the paper; the default is larger and makes b less noisy.
+        gain: κ. Of a larger u more is signal, and less the noise of one bit; the learning rate that suits falls by
+            about as much. If None 1 with `beta_b=None`, which is the paper's rule, else 2 with `downlink="bit"` and 1.5
+            with the others.
         eps: averages b at or below it count as no gradient: such a coordinate comes to rest.
         weight_decay: decoupled decay λ, as in AdamW.
         amsgrad: let b never fall (the paper's proof has it, its experiments do not).
@@ -115,12 +119,12 @@ class Birder(Greeting):
         self,
         params: ParamsT,
         lr: float | Tensor = 1e-3,
-        beta: float = 0.8,
+        beta: float = 0.7,
         eps: float = 1e-12,
         weight_decay: float = 0.01,
         *,
-        beta_b: float | None = None,
-        gain: float = 1.0,
+        beta_b: float | None = 0.95,
+        gain: float | None = None,
         amsgrad: bool = False,
         maximize: bool = False,
         downlink: Downlink = "bit",
@@ -140,6 +144,8 @@ class Birder(Greeting):
         self._amsgrad = amsgrad
         self._downlink: Downlink = downlink
         self._state_dtype = state_dtype
+        if gain is None:
+            gain = 1.0 if beta_b is None else _GAINS[downlink]
         averages = {"beta": beta, "beta_b": beta_b, "gain": gain}
         defaults = {"lr": lr, **averages, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults, **wire)

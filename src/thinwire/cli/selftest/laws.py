@@ -126,15 +126,15 @@ def _runs_are_their_papers(site: Site, findings: Findings) -> None:
     rule = {"lr": LR, "decay": _DECAY}
     cases: list[tuple[Subject, Callable[[Tensor], Any]]] = [
         (
-            Subject("Birder", thinwire.Birder, {"beta": 0.8}),
+            Subject("Birder", thinwire.Birder, {"beta": 0.8, "beta_b": None}),
             lambda x: oracles.Birder(x, places, site.ranks, **rule, beta=0.8, downlink="bit"),
         ),
         (
-            Subject("Birder with a majority", thinwire.Birder, {"beta": 0.8, "downlink": "majority"}),
+            Subject("Birder with a majority", thinwire.Birder, {"beta": 0.8, "beta_b": None, "downlink": "majority"}),
             lambda x: oracles.Birder(x, places, site.ranks, **rule, beta=0.8, downlink="majority"),
         ),
         (
-            Subject("Birder with votes", thinwire.Birder, {"beta": 0.8, "downlink": "votes"}),
+            Subject("Birder with votes", thinwire.Birder, {"beta": 0.8, "beta_b": None, "downlink": "votes"}),
             lambda x: oracles.Birder(x, places, site.ranks, **rule, beta=0.8, downlink="votes"),
         ),
         (

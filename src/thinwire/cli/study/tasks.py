@@ -229,7 +229,7 @@ def tasks(sources: Sources) -> dict[str, Task]:
     """All of them, by name."""
     made: list[Task] = [
         TextTask(sources, "text", "character transformer", steps=600, batch=8, lr=1.0, shape=SHAPE),
-        PictureTask(sources, "pictures", "convolutional net", steps=1000, batch=16, lr=0.5),
+        PictureTask(sources, "pictures", "convolutional net", steps=470, batch=32, lr=0.5),
         FineTuningTask(
             sources,
             "fine-tuning",
