@@ -7,6 +7,7 @@ Gradients are given, not computed, so that both sides see the same ones. A learn
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,6 +29,8 @@ from tests.harness import run_ranks
 from tests.oracles.birder import BirderOracle, Group
 
 SMALL = (((7, 9), (70,), (), (12, 5)),)
+PAPER: dict[str, Any] = {"beta": 0.8, "beta_b": None}
+"""The rule as it is printed, whose b forgets in a hundred steps."""
 SCENARIOS = {
     "defaults": Scenario(),
     "majority": Scenario(options={"downlink": "majority"}),
@@ -53,10 +56,10 @@ SCENARIOS = {
     ),
     "sometimes nonfinite, majority": Scenario(sometimes_nonfinite, options={"downlink": "majority"}),
     "many buckets": Scenario(rows_untouched, options={"bucket_mb": 0.0005}),
-    "stop and return": Scenario(stop_and_return, steps=300, shapes=SMALL),
-    "stop and return, amsgrad": Scenario(stop_and_return, steps=300, shapes=SMALL, options={"amsgrad": True}),
+    "stop and return": Scenario(stop_and_return, steps=300, shapes=SMALL, options=PAPER),
+    "stop and return, amsgrad": Scenario(stop_and_return, steps=300, shapes=SMALL, options=PAPER | {"amsgrad": True}),
     "stop and return, small buckets": Scenario(
-        stop_and_return, steps=300, shapes=SMALL, options={"bucket_mb": 0.0005, "downlink": "votes"}
+        stop_and_return, steps=300, shapes=SMALL, options=PAPER | {"bucket_mb": 0.0005, "downlink": "votes"}
     ),
 }
 
@@ -77,7 +80,7 @@ def test_the_distributed_run_is_the_oracle(world_size: int, names: Sequence[str]
 
 def test_the_scenarios_do_what_their_names_say() -> None:
     """Guards against a scenario that no longer reaches its corner: the comparison above would pass all the same."""
-    rested = BirderOracle([Group(SCENARIOS["stop and return"].starting_values()[0], 0.01)], 2, seed=SEED)
+    rested = BirderOracle([Group(SCENARIOS["stop and return"].starting_values()[0], 0.01)], 2, seed=SEED, **PAPER)
     alive_then = {}
     for step in range(1, 301):
         rested.step([SCENARIOS["stop and return"].gradients_at(step, worker, 2) for worker in range(2)])

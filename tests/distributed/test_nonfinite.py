@@ -36,7 +36,7 @@ def step_over_poison(
     torch.manual_seed(0)
     dtype = DTYPES[dtype_name]
     parameters = [nn.Parameter(torch.randn(SIZE).to(dtype)) for _ in range(2)]
-    optimizer = thinwire.Birder(parameters, lr=0.01, seed=3, bucket_mb=0.001, **options)
+    optimizer = thinwire.Birder(parameters, 0.01, 0.8, beta_b=None, seed=3, bucket_mb=0.001, **options)
     generator = torch.Generator().manual_seed(rank)
 
     def give_gradients() -> list[torch.Tensor]:

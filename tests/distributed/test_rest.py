@@ -65,7 +65,8 @@ def test_what_never_had_a_gradient_keeps_its_value(world_size: int, options: dic
 def stop_gradients(rank: int, world_size: int, options: dict[str, Any]) -> np.ndarray:
     """300 coordinates over five words; every third loses its gradient at step 50. Values after each of 500 steps."""
     p = nn.Parameter(torch.ones(300))
-    optimizer = thinwire.Birder([p], lr=1e-3, weight_decay=0.1, **options)
+    # The paper's rule, whose b forgets in a hundred steps.
+    optimizer = thinwire.Birder([p], 1e-3, 0.8, weight_decay=0.1, beta_b=None, **options)
     stopped = torch.arange(300) % 3 == 0
     generator = torch.Generator().manual_seed(rank)
     history = []

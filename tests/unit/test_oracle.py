@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -57,6 +59,10 @@ def test_every_worker_is_drawn_equally_often(workers: int) -> None:
     assert np.all(np.abs(counts - size / workers) <= 5 * sigma)
 
 
+PAPER: dict[str, Any] = {"beta": 0.8, "beta_b": None}
+"""The rule as it is printed: one beta, and no gain."""
+
+
 def test_a_certain_sign_moves_by_the_learning_rate() -> None:
     oracle = BirderOracle([Group([np.array([1.0, -2.0, 3.0])], lr=0.5, weight_decay=0.1)], workers=2)
     gradient = np.array([1.0, -1.0, 0.0])
@@ -85,7 +91,7 @@ def test_what_never_had_a_gradient_rests_and_hello_wakes_it_for_the_next_step() 
 
 
 def test_roll_call_lays_a_stopped_coordinate_to_rest() -> None:
-    oracle = BirderOracle([Group([np.zeros(2)], lr=1.0)], workers=1)
+    oracle = BirderOracle([Group([np.zeros(2)], lr=1.0)], workers=1, **PAPER)
     for step in range(1, 400):
         oracle.step([[np.array([1.0, 1.0 if step < 10 else 0.0])]])
         # Word 0 is called at multiples of 256; 0.8^246 is far below eps.
@@ -93,7 +99,7 @@ def test_roll_call_lays_a_stopped_coordinate_to_rest() -> None:
 
 
 def test_nonfinite_skips_and_spares_the_element() -> None:
-    oracle = BirderOracle([Group([np.zeros(2)], lr=1.0)], workers=2)
+    oracle = BirderOracle([Group([np.zeros(2)], lr=1.0)], workers=2, **PAPER)
     fine = np.array([1.0, 1.0])
     assert oracle.step([[fine], [np.array([np.nan, 1.0])]]).skipped
     (p,) = oracle.parameters
@@ -105,7 +111,8 @@ def test_nonfinite_skips_and_spares_the_element() -> None:
 
 
 def test_without_compression_steps_are_m_over_b() -> None:
-    oracle = BirderOracle([Group([np.array([1.0, 1.0, 1.0])], lr=0.5, weight_decay=0.1)], workers=1, compressed=False)
+    group = Group([np.array([1.0, 1.0, 1.0])], lr=0.5, weight_decay=0.1)
+    oracle = BirderOracle([group], workers=1, compressed=False, **PAPER)
     assert not oracle.step([[np.array([2.0, -1.0, 0.0])]]).skipped
     np.testing.assert_allclose(oracle.values[0], [0.95 - 0.5, 0.95 + 0.5, 1.0], rtol=1e-9)
     oracle.step([[np.array([-2.0, -1.0, 0.0])]])
@@ -115,3 +122,17 @@ def test_without_compression_steps_are_m_over_b() -> None:
     assert oracle.step([[np.array([np.inf, 1.0, 1.0])]]).skipped
     oracle.step([[None]])
     np.testing.assert_array_equal(oracle.values[0], before)
+
+
+def test_a_beta_of_its_own_for_b_and_a_gain() -> None:
+    group = Group([np.array([1.0, 1.0])], lr=0.5)
+    oracle = BirderOracle([group], workers=1, compressed=False, beta=0.5, beta_b=0.8, gain=1.5)
+    oracle.step([[np.array([2.0, -1.0])]])  # both averages have seen one gradient: u = 1.5, clamped to 1
+    np.testing.assert_allclose(oracle.values[0], [0.5, 1.5], rtol=1e-9)
+    oracle.step([[np.array([0.0, 4.0])]])
+    # m = 0.5, 1.75 of 0.75; b = 0.32, 0.96 of 0.36: u = 1.5 (0.5 / 0.75) / (0.32 / 0.36) = 1.125, and 1.3125
+    np.testing.assert_allclose(oracle.values[0], [0.0, 1.0], rtol=0, atol=1e-9)
+    oracle.step([[np.array([-1.0, 0.0])]])
+    # m = -0.25, 0.875 of 0.875; b = 0.456, 0.768 of 0.488: neither is clamped.
+    u = np.array([1.5 * (-0.25 / 0.875) / (0.456 / 0.488), 1.5 / (0.768 / 0.488)])
+    np.testing.assert_allclose(oracle.values[0], [0.0, 1.0] - 0.5 * u, rtol=1e-9)
