@@ -94,7 +94,7 @@ class Case:
 
 ENTRIES = {str(entry): entry for entry in OPTIMIZERS}
 BFLOAT16_ERRORS = {"error_dtype": torch.bfloat16}
-BFLOAT16_STATE = {"state_dtype": torch.bfloat16, "amsgrad": True, "downlink": "votes"}
+BFLOAT16_STATE = {"state_dtype": torch.bfloat16, "amsgrad": True, "downlink": "votes", "beta_b": None}
 CASES = [
     Case(ENTRIES["Birder"], 0.01),
     Case(ENTRIES["OneBitAdam"], 0.01, (DENSE, SWITCHED)),

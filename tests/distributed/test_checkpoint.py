@@ -150,6 +150,20 @@ def test_another_world_size_is_refused_by_every_rank(saved_by: int, loaded_by: i
         assert f"the state dict is of {saved_by} ranks, this run has {loaded_by}" in error.message
 
 
+def test_groups_that_were_saved_before_there_was_a_gain_are_the_papers() -> None:
+    p = torch.nn.Parameter(torch.ones(3))
+    saved = thinwire.Birder([p], lr=0.5, beta=0.9).state_dict()
+    for group in saved["param_groups"]:
+        del group["beta_b"], group["gain"]
+    optimizer = thinwire.Birder([p])
+    optimizer.load_state_dict(saved)
+    [group] = optimizer.param_groups
+    assert (group["lr"], group["beta"], group["beta_b"], group["gain"]) == (0.5, 0.9, None, 1.0)
+    p.grad = torch.tensor([1.0, -1.0, 0.0])
+    optimizer.step()
+    assert p.tolist() == [1.0 * (1 - 0.5 * 0.01) - 0.5, 1.0 * (1 - 0.5 * 0.01) + 0.5, 1.0]
+
+
 def test_another_ranks_state_is_a_warning() -> None:
     saved = run_ranks(save_small, 2)
     for rank, error in enumerate(run_ranks_expecting_errors(load_small, 2, saved[::-1])):

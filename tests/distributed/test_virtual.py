@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import threading
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -53,9 +55,9 @@ def random_numbers(rank: int, world_size: int) -> list[float]:
 
 
 def test_each_has_random_numbers_of_its_own() -> None:
-    state = torch.get_rng_state()
+    before = torch.get_rng_state()
     assert virtual.run_workers(3, random_numbers) == run_ranks(random_numbers, 3)
-    torch.set_rng_state(state)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_workers_find_each_other_and_nobody_else() -> None:
@@ -129,6 +131,26 @@ def test_workers_that_disagree_are_refused() -> None:
 
     with pytest.raises(RuntimeError, match="disagree on seed"):
         virtual.run_workers(2, disagree)
+
+
+def test_ctrl_c_ends_all() -> None:
+    steps = 0
+
+    def interrupted(worker: int, _: int) -> None:
+        nonlocal steps
+        peers = Peers.of(None)
+        for step in range(10_000):
+            steps += 1
+            if step == 3 and worker == 1:
+                signal.raise_signal(signal.SIGINT)
+            time.sleep(0.001)
+            peers.gather(worker)
+
+    before = threading.active_count()
+    with pytest.raises(KeyboardInterrupt):
+        virtual.run_workers(3, interrupted)
+    assert steps < 20_000
+    assert threading.active_count() == before
 
 
 def test_there_is_at_least_one() -> None:

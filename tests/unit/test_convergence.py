@@ -1,4 +1,4 @@
-"""A short run of every optimizer on real text, to a loss that nothing reaches by chance or by half.
+"""A short run of every optimizer on real text, to a loss that nothing reaches by chance, or with half of the signs.
 
 `thinwire study` is the long one. This one is part of the tests: whatever breaks an update shows in it.
 """
@@ -19,8 +19,10 @@ from thinwire.cli.study.tasks import LAST_RATE, Sources, tasks
 TASK = replace(tasks(Sources())["text"], steps=120, shape=ModelShape(layers=1, width=32, context=16))
 LEARNT = 2.6
 """AdamW has 2.4 then, and who knows how often each character occurs, but no more, 3.25."""
-# It moves one coordinate in a hundred at a step.
 LEARNT_SPARSELY = 3.5
+"""Of one that moves one coordinate in a hundred at a step, and learns how often characters occur; 4.6 is nothing."""
+HALFWAY = 3.0
+"""After half as many steps."""
 OURS = [name for name, method in METHODS.items() if method.only is None and name not in ("adamw", "lion")]
 
 
@@ -75,4 +77,6 @@ def test_half_of_the_workers_that_pull_the_other_way_do_not_get_there(
     monkeypatch.setattr(torch.Tensor, "backward", turned)
     result = run_virtually(Run(replace(TASK, steps=60), name, setting_of(name), seed=0))
     assert calls == 4 * 60
-    assert not result.final.loss < LEARNT + 0.5
+    assert result.final.loss > HALFWAY
+    monkeypatch.undo()
+    assert run_virtually(Run(replace(TASK, steps=60), name, setting_of(name), seed=0)).final.loss < HALFWAY

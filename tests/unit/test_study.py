@@ -22,16 +22,19 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
+import thinwire
 from tests.harness import run_ranks
 from thinwire.cli.app import app
 from thinwire.cli.charlm import ModelShape
+from thinwire.cli.schedule import is_due
 from thinwire.cli.study.findings import Finding, findings
 from thinwire.cli.study.images import read_idx, read_pictures
-from thinwire.cli.study.methods import METHODS, Setting
+from thinwire.cli.study.methods import METHODS, Course, Setting
+from thinwire.cli.study.plots import plot_task
 from thinwire.cli.study.references import DistributedLion, MeanAdamW, MeanSGD
 from thinwire.cli.study.report import section
-from thinwire.cli.study.runs import Point, Result, Run, run_virtually, train
-from thinwire.cli.study.search import FRESH_SEEDS, RATES, SEARCH_RUNS, SEARCH_SEED, study
+from thinwire.cli.study.runs import VALIDATIONS, Point, Result, Run, run_virtually, train
+from thinwire.cli.study.search import FRESH_SEEDS, RATES, SEARCH_RUNS, SEARCH_SEED, search_runs, study
 from thinwire.cli.study.store import Store
 from thinwire.cli.study.tasks import FineTuningTask, PictureTask, Score, Sources, Task, TextTask, tasks
 from thinwire.wire import virtual
@@ -167,6 +170,9 @@ def test_a_run_that_diverges_says_so(tmp_path: Path) -> None:
     run = Run(small(tmp_path, "text", steps=130), "onebit-lamb", Setting(1e30, (0.9, 0.95), 0.1), 0)
     result = run_virtually(run)
     assert math.isnan(result.final.loss)
+    assert run.task.value(result.final) == math.inf
+    assert [point.step for point in result.points] == [step for step in range(1, 131) if is_due(step, 130, VALIDATIONS)]
+    assert sum(steps for steps, _ in result.bytes_sent) == 130
     stored = json.loads(json.dumps(result.to_json(), allow_nan=False))
     assert math.isnan(Result.from_json(stored).final.loss)
 
@@ -241,7 +247,7 @@ class Landscape:
 
 @pytest.mark.parametrize("factor", [0.25, 0.5, 1.0, 1.3, 2.0, 3.0])
 def test_the_search_finds_the_best_and_everybody_has_the_same_budget(tmp_path: Path, factor: float) -> None:
-    task, method = small(tmp_path, "text"), replace(METHODS["adamw"], thorough=False)
+    task, method = small(tmp_path, "text"), replace(METHODS["adamw"], more_betas=())
     landscape = Landscape(factor * method.lr, method.betas[2], method.decays[1])
     best = study(task, method, landscape)
     assert (best.betas, best.weight_decay) == (method.betas[2], method.decays[1])
@@ -253,18 +259,32 @@ def test_the_search_finds_the_best_and_everybody_has_the_same_budget(tmp_path: P
 
 
 def test_rates_at_which_training_diverges_are_left(tmp_path: Path) -> None:
-    method = replace(METHODS["adamw"], thorough=False)
+    method = replace(METHODS["adamw"], more_betas=())
     landscape = Landscape(method.lr / 64, method.betas[0], method.decays[0])
     assert study(small(tmp_path, "text"), method, landscape).lr == pytest.approx(method.lr / 4, rel=0.01)
 
 
 def test_only_the_reference_may_search_longer(tmp_path: Path) -> None:
-    assert [name for name, method in METHODS.items() if method.thorough] == ["adamw"]
+    assert [name for name, method in METHODS.items() if method.more_betas] == ["adamw"]
     method = METHODS["adamw"]
-    landscape = Landscape(20 * method.lr, method.betas[2], method.decays[1])
+    landscape = Landscape(20 * method.lr, method.more_betas[0], method.decays[1])
     best = study(small(tmp_path, "text"), method, landscape)
+    assert best.betas == method.more_betas[0]
     assert abs(math.log2(best.lr / landscape.best.lr)) <= 0.5, "beyond what the first four rates reach"
-    assert len({setting for setting, seed in landscape.runs if seed == SEARCH_SEED}) == SEARCH_RUNS + RATES - 1
+    assert len({setting for setting, seed in landscape.runs if seed == SEARCH_SEED}) == search_runs(method)
+
+
+def test_one_beta_is_the_papers_rule() -> None:
+    for name in ("birder-bit", "birder-majority", "birder-votes"):
+        method = METHODS[name]
+        for betas in method.betas:
+            optimizer = method.build([nn.Parameter(torch.ones(3))], Setting(1e-3, betas, 0.1), Course(10, 0))
+            [group] = optimizer.param_groups
+            paper = len(betas) == 1
+            assert (group["beta"], group["beta_b"]) == (betas[0], None if paper else betas[1])
+            assert group["gain"] == (1.0 if paper else method.fixed["gain"])
+            usual = thinwire.Birder([nn.Parameter(torch.ones(3))], downlink=name.removeprefix("birder-"))  # type: ignore[arg-type]
+            assert paper or group["gain"] == usual.param_groups[0]["gain"], "the defaults are those of the study"
 
 
 # Store, report, command ----------------------------------------------------------------------------------------------
@@ -295,8 +315,8 @@ def finding(task: Task, method: str, ends: list[float], sent: float = 1000.0) ->
         Result(
             Setting(1e-3, (0.9, 0.95), 0.1),
             seed,
-            [Point(1, Score(4.0)), Point(3, Score(end))],
-            [(1, 10 * sent), (2, sent)],
+            [Point(1, Score(4.0)), Point(3, Score(end)), Point(4, Score(end))],
+            [(1, 10 * sent), (3, sent)],
             compute_seconds=0.5,
             parameters=7,
         )
@@ -310,20 +330,23 @@ def test_what_is_made_of_results(tmp_path: Path) -> None:
     adamw = finding(task, "adamw", [2.0, 2.1, 1.9, 2.0, 2.0])
     birder = finding(task, "birder-bit", [1.0, 1.0, 1.0, 1.0, 1.0], sent=100.0)
     sketched = finding(task, "sketched-amsgrad", [3.0] * 5)
+    diverged = finding(task, "lion", [3.0] * 4 + [math.nan])
     assert (adamw.mean, adamw.std) == (pytest.approx(2.0), pytest.approx(math.sqrt(0.02 / 4)))
     assert birder.curve() == [(1, 4.0), (3, 1.0)]
     assert (birder.steps_to(4.0), birder.steps_to(2.5), birder.steps_to(1.0)) == (1, 2, 3)
     assert birder.steps_to(0.9) is None
-    # 10,000, 1,000 and 1,000 bytes at 16,000 bits a second are 5, 0.5 and 0.5 s; computing takes 0.5 s a step.
-    assert adamw.seconds(16_000, compute=0.5) == pytest.approx(5 + 0.5 + 0.5)
-    assert sketched.seconds(16_000, compute=0.5) == pytest.approx(6 + 1.5)
-    assert adamw.seconds(1e12, compute=0.5, steps=2) == pytest.approx(1.0)
-    text = section(task, [birder, adamw, sketched])
+    # 10,000 and three times 1,000 bytes at 16,000 bits a second are 5 and 0.5 s; computing takes 0.5 s a step.
+    assert adamw.seconds(16_000, compute=0.5) == pytest.approx(5 + 3 * 0.5)
+    assert sketched.seconds(16_000, compute=0.5) == pytest.approx(6.5 + 2.0)
+    found = [birder, adamw, sketched, diverged]
+    text = section(task, found)
+    assert "| steps to AdamW's at 3 | sent until then |" in text
     assert "| Birder, bit | 0.001, (0.9, 0.95), 0.1 | 1.0000 ± 0.0000 | -50.0 %, -14.1 std | 3 | 1.20 kB |" in text
     assert "| AdamW | 0.001, (0.9, 0.95), 0.1 | 2.0000 ± 0.0707 |  | 3 | 12.00 kB |" in text
-    assert (
-        "| SketchedAMSGrad | 0.001, (0.9, 0.95), 0.1 | 3.0000 ± 0.0000 | +50.0 %, +14.1 std | not reached |  |" in text
-    )
+    assert "| SketchedAMSGrad | 0.001, (0.9, 0.95), 0.1 | 3.0000 ± 0.0000 | +50.0 %, +14.1 std | not" in text
+    assert "| Distributed Lion | 0.001, (0.9, 0.95), 0.1 | diverged |" in text
+    plot_task(tmp_path / "plot.png", task, found)
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,8 @@ What all ranks share (variances, counters, masters, a momentum that everybody ha
 what every worker keeps for itself there are two policies:
 
 "average" gives every new worker the mean of what the old ones had.
-    * Birder's |m| <= b stays: both are means, by the same operations, and rounding keeps the order of numbers.
+    * Birder's |m| <= b, which holds with `beta_b=None`, stays: both are means, by the same operations, and rounding
+      keeps the order of numbers.
     * So does what has not been said yet. A worker's error e_i enters an update with the weight 1/n, the owner's ē with
       the weight 1: what the parameters are still to get is mean(e_i) + ē, and it is this that stays the same (not the
       bare sum of the e_i, which would count for more or less with another number of workers).

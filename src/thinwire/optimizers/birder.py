@@ -73,9 +73,8 @@ class Birder(Greeting):
         downlink: what owners answer. "bit": one re-sampled bit, as in the paper. "majority": what most workers say,
             and in a tie what one of them says, who is another one at the next step. One bit down, too, without the
             noise of drawing one worker's, but biased: its expectation is not the mean of all u_i, but grows with it,
-            for small means about √(2n/π) times as steeply. It therefore wants a smaller `lr`, about half with 4
-            workers. "votes": the count of votes, which removes the second sampling's noise and stays unbiased, for
-            ceil(log2(n+1)) bits down instead of one.
+            for small means about √(2n/π) times as steeply. "votes": the count of votes, which removes the second
+            sampling's noise and stays unbiased, for ceil(log2(n+1)) bits down instead of one.
         seed: of the sampling; the same on all ranks.
         process_group: the ranks that train together; the default group if None.
         topology: "flat": every rank is a worker i as above. "hierarchical": every node is one. Its ranks average their
@@ -90,13 +89,13 @@ class Birder(Greeting):
         max_consecutive_skips: after so many steps in a row that were skipped for gradients that are not finite, step()
             raises TooManySkips; None for never.
         check_replicas_every: compare a hash of the parameters over all ranks after every so many steps; 0 for never.
-        state_dtype: of m and b. torch.bfloat16 halves their memory, and is for a `beta` of at most 0.99: averages that
-            change by less than a 256th a step would stand still.
+        state_dtype: of m and b. torch.bfloat16 halves their memory, and is for a `beta` and `beta_b` of at most 0.99:
+            averages that change by less than a 256th a step would stand still.
 
     When not to use it:
         With few workers and tiny batches the answer is mostly noise: it has variance 1 - ū² a coordinate, however
-        many workers there are. Watch `metrics().mean_abs_vote`; near 0.8/√n workers only toss coins, and a smaller
-        `beta`, a larger batch or another `downlink` help. Where a dense all-reduce costs nothing (one machine, or
+        many workers there are. Watch `metrics().mean_abs_vote`; near 0.8/√n workers only toss coins, and a larger
+        batch, `downlink="votes"` or "majority" help. Where a dense all-reduce costs nothing (one machine, or
         100 Gbit/s and a small model), AdamW is simpler.
 
     Gradient clipping:
@@ -107,7 +106,9 @@ class Birder(Greeting):
         * ε stands in the comparison, and a coordinate whose b is at most ε on all workers neither moves nor decays;
           in the paper it would walk at random. The paper's bits carry no zero: docs/protocol.md tells how ours do.
           A coordinate that wakes up again moves from the step after its first gradient.
-        * The division m/b is never carried out: `+1` is sent when m > r (b + ε), r uniform on [-1, 1).
+        * The division m/b is never carried out: `+1` is sent when m > r (b + ε), r uniform on [-1, 1), with the factors
+          of `beta_b` and `gain` on the right. t is the number of the step: a coordinate whose averages begin later, or
+          anew after `checkpoint.load(on_mismatch="reset")`, says ±1 for some steps.
         * The owner draws one worker's bit at random instead of sampling Q(ū): the same distribution, fewer operations.
         * Decoupled weight decay, `beta_b`, `gain`, `downlink="majority"` and "votes", `state_dtype` and fp32 masters of
           bf16 and fp16 parameters are ours.
@@ -166,6 +167,13 @@ class Birder(Greeting):
                 raise ValueError(
                     f"{name}={group[name]!r} in a parameter group: it is the same for all groups, {value!r}"
                 )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over what was saved, also before there were `beta_b` and `gain`: the paper's rule then."""
+        for group in state["param_groups"]:
+            group.setdefault("beta_b", None)
+            group.setdefault("gain", 1.0)
+        super().__setstate__(state)
 
     def _settings(self) -> dict[str, Any]:
         return {

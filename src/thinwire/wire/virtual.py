@@ -46,12 +46,24 @@ def run_workers(workers: int, function: Callable[..., Any], *args: Any) -> list[
             here.peers = VirtualPeers(None, worker, workers, world=world)
             world.results[worker] = function(worker, workers, *args)
 
-    threads = [threading.Thread(target=work, args=(i,), name=f"thinwire-worker-{i}") for i in range(workers)]
-    for thread in threads:
-        thread.start()
-    world.begin()
-    for thread in threads:
-        thread.join()
+    threads = [
+        threading.Thread(target=work, args=(i,), name=f"thinwire-worker-{i}", daemon=True) for i in range(workers)
+    ]
+    random = torch.get_rng_state()
+    try:
+        for thread in threads:
+            thread.start()
+        world.begin()
+        for thread in threads:
+            thread.join()
+    except BaseException:  # Ctrl-C: workers hear of it when they need each other next
+        world.stopped = True
+        for thread in threads:
+            if thread.is_alive():
+                thread.join()
+        raise
+    finally:
+        torch.set_rng_state(random)
     if world.failure is not None:
         raise world.failure
     return world.results
@@ -78,6 +90,7 @@ class _World:
     def __init__(self, workers: int) -> None:
         self.results: list[Any] = [None] * workers
         self.failure: BaseException | None = None
+        self.stopped = False
         self.sent: defaultdict[_Key, deque[_Message]] = defaultdict(deque)
         self.expected: defaultdict[_Key, deque[_Message]] = defaultdict(deque)
         self.said: defaultdict[int, dict[int, Any]] = defaultdict(dict)
@@ -97,11 +110,11 @@ class _World:
     @contextmanager
     def part_of(self, worker: int) -> Iterator[None]:
         """Wait for a worker's first turn; at the end let the others go on, whatever has happened."""
-        self._take_turn(worker)
         try:
+            self._take_turn(worker)
             yield
         except BaseException as error:  # raised again where the workers were started
-            self.failure = self.failure or error
+            self.failure = error if self.failure is None else self.failure
         finally:
             self._ready[worker] = None
             self._next(worker)
@@ -123,6 +136,8 @@ class _World:
 
     def _take_turn(self, worker: int) -> None:
         self._turns[worker].acquire()
+        if self.stopped:
+            raise RuntimeError("the workers have been stopped")
         torch.set_rng_state(self._random[worker])
 
     def _next(self, worker: int) -> None:

@@ -20,7 +20,7 @@ from thinwire.cli.study import report
 from thinwire.cli.study.images import FASHION_MNIST
 from thinwire.cli.study.methods import METHODS, Setting
 from thinwire.cli.study.runs import Result, Run, run_really, run_virtually
-from thinwire.cli.study.search import FRESH_SEEDS, SEARCH_RUNS, study
+from thinwire.cli.study.search import FRESH_SEEDS, search_runs, study
 from thinwire.cli.study.store import Store
 from thinwire.cli.study.tasks import Sources, Task, tasks
 
@@ -98,7 +98,8 @@ def _run_all(
         Progress(*columns, console=console) as progress,
         ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin, initargs=(news,)) as pool,
     ):
-        whole = progress.add_task("runs", total=len(pairs) * (SEARCH_RUNS + len(FRESH_SEEDS)))
+        totals = {(t, m): search_runs(METHODS[m]) + len(FRESH_SEEDS) for t, m in pairs}
+        whole = progress.add_task("runs", total=sum(totals.values()))
         bars: dict[tuple[str, str], TaskID] = {}
         done: dict[tuple[str, str], int] = {}
         waiting: set[Future[None]] = {pool.submit(_study, output, known[t], m, processes=processes) for t, m in pairs}
@@ -112,8 +113,7 @@ def _run_all(
                     if pair not in bars:
                         bars[pair] = progress.add_task(f"{told.task}: {told.method}", total=known[told.task].steps)
                     done[pair] = told.runs
-                    over = told.runs == SEARCH_RUNS + len(FRESH_SEEDS)
-                    progress.update(bars[pair], completed=told.steps, visible=not over)
+                    progress.update(bars[pair], completed=told.steps, visible=told.runs < totals[pair])
                     progress.update(whole, completed=sum(done.values()))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -154,4 +154,5 @@ def _study(output: Path, task: Task, method: str, *, processes: bool) -> None:
             _queue.put(_News(task.name, method, steps, len(store.results)))
 
     study(task, METHODS[method], measure)
-    _queue.put(_News(task.name, method, task.steps, SEARCH_RUNS + len(FRESH_SEEDS)))
+    # There may be fewer: some of the settings that were to be tried again were known.
+    _queue.put(_News(task.name, method, task.steps, search_runs(METHODS[method]) + len(FRESH_SEEDS)))

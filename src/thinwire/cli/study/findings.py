@@ -44,32 +44,32 @@ class Finding:
 
     @property
     def std(self) -> float:
-        """Over the seeds, of one of them."""
-        return stdev(self.values)
+        """Over the seeds, of one of them; not a number if one has diverged."""
+        return stdev(self.values) if math.isfinite(self.mean) else math.nan
 
     def curve(self) -> list[tuple[int, float]]:
-        """Steps, and the mean of the seeds after each."""
+        """Steps, and the mean of the seeds after each; without the last, which was looked at with more data."""
         by_step = zip(*(result.points for result in self.results), strict=True)
-        return [(points[0].step, fmean(self.task.value(point.score) for point in points)) for points in by_step]
+        return [(points[0].step, fmean(self.task.value(point.score) for point in points)) for points in by_step][:-1]
 
     def bytes_by_step(self) -> list[float]:
         """What a worker sends, for every step."""
         return [sent for steps, sent in self.results[0].bytes_sent for _ in range(steps)]
 
-    def seconds(self, bits_per_second: float, compute: float, steps: int | None = None) -> float:
-        """A run, or its first steps, if every worker had a link of its own, and a core: predicted.
+    def seconds(self, bits_per_second: float, compute: float) -> float:
+        """A run, if every worker had a link of its own, and a core: predicted.
 
         The exchange hides behind forward and backward, unless it only begins when they are over.
         """
         together = max if self.method.overlaps else operator.add
-        return sum(together(compute, 8 * sent / bits_per_second) for sent in self.bytes_by_step()[:steps])
+        return sum(together(compute, 8 * sent / bits_per_second) for sent in self.bytes_by_step())
 
     def steps_to(self, value: float) -> int | None:
         """How many steps it takes to be as good as that, between looks by a straight line; None if it never is."""
         before: tuple[int, float] | None = None
         for step, reached in self.curve():
             if reached <= value:
-                if before is None:
+                if before is None or math.isinf(before[1]):
                     return step
                 share = (before[1] - value) / (before[1] - reached)
                 return math.ceil(before[0] + share * (step - before[0]))

@@ -53,13 +53,13 @@ class Method:
     decays: tuple[float, float] = (0.1, 0.01)
     """The one to begin with, and another."""
     overlaps: bool = True
-    thorough: bool = False
-    """Whether rates are searched once more when the rest is known."""
+    more_betas: tuple[tuple[float, ...], ...] = ()
+    """To try when the rest is known, and then rates once more: for what all are compared with."""
     only: str | None = None
     """The task that it is for; None for all."""
 
     def definition(self) -> dict[str, Any]:
-        """All that decides a run, but for what is searched."""
+        """What a run depends on beside the code and what is searched: results of another one are done again."""
         return self.fixed
 
 
@@ -78,7 +78,7 @@ def _birder(downlink: Downlink, gain: float) -> Build:
     def build(params: Iterable[nn.Parameter], setting: Setting, course: Course) -> torch.optim.Optimizer:
         beta, *others = setting.betas
         # With one beta it is the paper's rule, which has no gain either.
-        ours: dict[str, Any] = {"beta_b": others[0], "gain": gain} if others else {}
+        ours: dict[str, Any] = {"beta_b": others[0], "gain": gain} if others else {"beta_b": None, "gain": 1.0}
         chosen = {"weight_decay": setting.weight_decay, "seed": course.seed, "downlink": downlink, **ours}
         return thinwire.Birder(params, setting.lr, beta, **chosen)
 
@@ -118,7 +118,7 @@ _TRAILING = ((0.0, 0.99), (0.5, 0.99), (0.0, 0.999))
 METHODS = {
     method.name: method
     for method in (
-        Method("adamw", "AdamW", 5e-3, _ADAM, _dense(MeanAdamW, fused=True), thorough=True),
+        Method("adamw", "AdamW", 5e-3, _ADAM, _dense(MeanAdamW, fused=True), more_betas=((0.7, 0.95),)),
         Method("sgdm", "SGDM", 0.2, ((0.9,), (0.8,), (0.95,)), _sgdm, decays=(1e-3, 0.0), only="pictures"),
         Method("birder-bit", "Birder, bit", 6e-3, _BIRDER, _birder("bit", 2.0), {"gain": 2.0}),
         Method("birder-majority", "Birder, majority", 4e-3, _BIRDER, _birder("majority", 1.5), {"gain": 1.5}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -12,7 +13,7 @@ from matplotlib.ticker import PercentFormatter
 
 from thinwire.cli.study.findings import Finding, reference
 from thinwire.cli.study.methods import METHODS
-from thinwire.cli.study.tasks import WORKERS, Task
+from thinwire.cli.study.tasks import WORKERS, PictureTask, Task
 
 _COLOURS = dict(zip(METHODS, colormaps["tab20"].colors, strict=False))  # type: ignore[attr-defined]
 HEADROOM = 1.6
@@ -24,11 +25,13 @@ def plot_task(path: Path, task: Task, found: Sequence[Finding]) -> None:
     figure = Figure(figsize=(12, 5), layout="constrained")
     against_steps, against_bytes = figure.subplots(1, 2, sharey=True)
     for finding in found:
+        if not math.isfinite(finding.mean):
+            continue
         steps, values = zip(*finding.curve(), strict=True)
         sent = list(accumulate(finding.bytes_by_step()))
         style = {"color": _COLOURS[finding.method.name], "marker": ".", "label": finding.method.title}
         against_steps.plot(steps, values, **style)
-        against_steps.errorbar(steps[-1], finding.mean, finding.std, color=style["color"], capsize=3)
+        against_steps.errorbar(task.steps, finding.mean, finding.std, color=style["color"], capsize=3, marker="D")
         against_bytes.plot([sent[step - 1] / 1e6 for step in steps], values, **style)
     best = min(finding.mean for finding in found)
     against_steps.set_ylim(best - 0.05 * best, HEADROOM * best)
@@ -41,14 +44,14 @@ def plot_task(path: Path, task: Task, found: Sequence[Finding]) -> None:
     against_steps.set_xlabel("steps")
     against_bytes.set_xlabel("sent by a worker (MB)")
     against_bytes.set_xscale("log")
-    if found[0].results[0].final.accuracy is None:
-        against_steps.set_ylabel("cross-entropy of unseen characters (nats)")
-    else:
+    if isinstance(task, PictureTask):
         against_steps.set_ylabel("unseen pictures taken for something else")
         against_steps.yaxis.set_major_formatter(PercentFormatter(1.0))
+    else:
+        against_steps.set_ylabel("cross-entropy of unseen characters (nats)")
     against_bytes.legend(frameon=False, title="the best in the end first")
     figure.suptitle(
         f"{task.title[0].upper()}{task.title[1:]}, {found[0].results[0].parameters:,} parameters, {WORKERS} workers, "
-        f"means of {len(found[0].results)} seeds; dotted: where AdamW ends"
+        f"means of {len(found[0].results)} seeds; diamonds: the end, on more of the unseen data; dotted: AdamW's"
     )
     figure.savefig(path, dpi=130, format="png")

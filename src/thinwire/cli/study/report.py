@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,9 +12,9 @@ from rich.markdown import Markdown
 from thinwire.cli.report import byte_count
 from thinwire.cli.study.findings import LINKS, Finding, compute_seconds, findings, reference
 from thinwire.cli.study.methods import Setting
-from thinwire.cli.study.tasks import WORKERS, Task
+from thinwire.cli.study.tasks import WORKERS, PictureTask, Task
 
-HEAD = ("optimizer", "lr, β, decay", "end, mean ± std", "against AdamW", "steps to AdamW's end", "sent until then")
+HEAD = ("optimizer", "lr, β, decay", "end, mean ± std", "against AdamW")
 
 
 def write(console: Console, directory: Path, tasks: Sequence[Task], methods: Sequence[str]) -> None:
@@ -40,7 +41,7 @@ def section(task: Task, found: Sequence[Finding]) -> str:
     title = (
         f"### {task.title[0].upper()}{task.title[1:]}\n\n"
         f"{first.parameters:,} parameters, {WORKERS} workers × {task.batch} examples, {task.steps} steps; "
-        f"{'loss' if first.final.accuracy is None else 'error rate'} on data not trained on. "
+        f"{'pictures taken for what they are' if isinstance(task, PictureTask) else 'loss'}, on data not trained on. "
         f"Forward and backward take a worker {1e3 * compute_seconds(found):.1f} ms on a core of its own.\n"
     )
     return "\n".join((title, _quality(task, found), _speed(found)))
@@ -55,16 +56,16 @@ def _quality(task: Task, found: Sequence[Finding]) -> str:
         row.append(shown(task, finding.mean, finding.std))
         row += ["", "", ""] if adamw is None else _against(finding, adamw)
         rows.append(row)
-    return _table(HEAD, rows)
+    looked_at = "AdamW" if adamw is None else f"AdamW's at {adamw.curve()[-1][0]}"
+    return _table((*HEAD, f"steps to {looked_at}", "sent until then"), rows)
 
 
 def _against(finding: Finding, adamw: Finding) -> list[str]:
     difference = finding.mean - adamw.mean
-    stds = difference / adamw.std
-    percent = f"{100 * difference / adamw.mean:+.1f} %" if _is_loss(finding) else f"{-100 * difference:+.2f} points"
-    against = "" if finding is adamw else f"{percent}, {stds:+.1f} std"
-    # As good as AdamW's worse runs: half of what is exactly as good would never reach its mean.
-    steps = finding.steps_to(adamw.mean + adamw.std)
+    pictures = isinstance(finding.task, PictureTask)
+    percent = f"{-100 * difference:+.2f} points" if pictures else f"{100 * difference / adamw.mean:+.1f} %"
+    against = "" if finding is adamw else f"{percent}, {difference / adamw.std:+.1f} std"
+    steps = finding.steps_to(adamw.curve()[-1][1])
     if steps is None:
         return [against, "not reached", ""]
     return [against, str(steps), byte_count(sum(finding.bytes_by_step()[:steps]))]
@@ -72,18 +73,14 @@ def _against(finding: Finding, adamw: Finding) -> list[str]:
 
 def shown(task: Task, mean: float, std: float) -> str:
     """A mean and its spread: a loss, or how many per cent are right."""
-    if task.name != "pictures":
-        return f"{mean:.4f} ± {std:.4f}"
-    return f"{100 * (1 - mean):.2f} ± {100 * std:.2f} %"
+    if not math.isfinite(mean):
+        return "diverged"
+    return f"{100 * (1 - mean):.2f} ± {100 * std:.2f} %" if isinstance(task, PictureTask) else f"{mean:.4f} ± {std:.4f}"
 
 
 def _betas(setting: Setting) -> str:
     listed = ", ".join(f"{beta:g}" for beta in setting.betas)
     return listed if len(setting.betas) == 1 else f"({listed})"
-
-
-def _is_loss(finding: Finding) -> bool:
-    return finding.results[0].final.accuracy is None
 
 
 def _speed(found: Sequence[Finding]) -> str:

@@ -158,8 +158,10 @@ def train(worker: int, workers: int, run: Run, tell: Tell, *, attach: bool = Fal
         computing.append(time.thread_time() - begin)
         try:
             optimizer.step()
-        except thinwire.TooManySkips:  # on all workers; no more than a step that moved nothing is wrong with it
-            points.append(Point(step, Score(math.nan)))
+        except thinwire.TooManySkips:  # on all workers: it has diverged
+            rest = range(step, task.steps + 1)
+            points += [Point(later, Score(math.nan)) for later in rest if is_due(later, task.steps, VALIDATIONS)]
+            meter.note(len(rest))
             break
         schedule.step()
         optimizer.zero_grad()
@@ -185,13 +187,13 @@ class _ByteMeter:
         self._before = 0.0
         self.lengths: list[tuple[int, float]] = []
 
-    def note(self) -> None:
-        """A step is over."""
+    def note(self, steps: int = 1) -> None:
+        """A step is over, or will not be taken, nor any after it."""
         sent = self._each
         if isinstance(self._optimizer, WireOptimizer):
             total = self._optimizer.metrics().bytes_sent
             sent, self._before = total - self._before, total
         if self.lengths and self.lengths[-1][1] == sent:
-            self.lengths[-1] = (self.lengths[-1][0] + 1, sent)
+            self.lengths[-1] = (self.lengths[-1][0] + steps, sent)
         else:
-            self.lengths.append((1, sent))
+            self.lengths.append((steps, sent))

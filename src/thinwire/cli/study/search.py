@@ -1,11 +1,11 @@
 """The same budget for everybody: four learning rates, two other betas, another decay; then fresh seeds.
 
-Only what all are compared with may try three more rates, with its best betas: nobody shall win against a straw man.
+Only what all are compared with may try more betas, and three more rates with the best of them: nobody shall win against
+a straw man.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -17,6 +17,13 @@ SEARCH_SEED = 0
 FRESH_SEEDS = (1, 2, 3, 4, 5)
 RATES = 4
 SEARCH_RUNS = RATES + 3
+
+
+def search_runs(method: Method) -> int:
+    """How many settings a method may try."""
+    return SEARCH_RUNS + (len(method.more_betas) + RATES - 1 if method.more_betas else 0)
+
+
 Measure = Callable[[Setting, int], Result]
 
 
@@ -33,15 +40,15 @@ def study(task: Task, method: Method, measure: Measure) -> Setting:
     """
 
     def cost(setting: Setting) -> float:
-        value = task.value(measure(setting, SEARCH_SEED).final)
-        return value if math.isfinite(value) else math.inf
+        return task.value(measure(setting, SEARCH_SEED).final)
 
     best = Setting(rounded(method.lr * task.lr), method.betas[0], method.decays[0])
     best = replace(best, lr=_best_rate(best.lr, lambda rate: cost(replace(best, lr=rate))))
     for name, others in (("betas", method.betas[1:]), ("weight_decay", method.decays[1:])):
         candidates = [best, *(replace(best, **{name: other}) for other in others)]
         best = min(candidates, key=cost)
-    if method.thorough:
+    if method.more_betas:
+        best = min((best, *(replace(best, betas=betas) for betas in method.more_betas)), key=cost)
         best = replace(best, lr=_best_rate(best.lr, lambda rate: cost(replace(best, lr=rate))))
     for seed in FRESH_SEEDS:
         measure(best, seed)

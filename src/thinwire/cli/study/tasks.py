@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import functools
 import hashlib
+import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -77,12 +78,12 @@ class Task(abc.ABC):
         """A fingerprint of the data."""
 
     def definition(self) -> dict[str, Any]:
-        """All that decides a run, but for the optimizer and the data."""
+        """What a run depends on beside the code, the optimizer and the data: results of another one are done again."""
         return {"steps": self.steps, "batch": self.batch, "workers": WORKERS}
 
     def value(self, score: Score) -> float:
-        """What is compared, less being better."""
-        return score.loss if score.accuracy is None else 1.0 - score.accuracy
+        """What is compared, less being better; infinite where training has diverged."""
+        return score.loss if math.isfinite(score.loss) else math.inf
 
 
 @dataclass(frozen=True)
@@ -182,6 +183,10 @@ def _halves(corpus: Corpus) -> tuple[Corpus, Corpus]:
 @dataclass(frozen=True)
 class PictureTask(Task):
     """Kinds of small pictures, by a convolutional net."""
+
+    def value(self, score: Score) -> float:
+        """See `Task`: the share of pictures that are taken for something else."""
+        return math.inf if score.accuracy is None else 1.0 - score.accuracy
 
     def model(self) -> nn.Module:
         """See `Task`."""
