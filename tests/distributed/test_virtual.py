@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -142,7 +143,7 @@ def test_ctrl_c_ends_all() -> None:
         for step in range(10_000):
             steps += 1
             if step == 3 and worker == 1:
-                signal.raise_signal(signal.SIGINT)
+                os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.001)
             peers.gather(worker)
 
