@@ -266,7 +266,7 @@ def test_settings_suit_runs_of_any_length(name: str, steps: int) -> None:
     contender.build([nn.Parameter(torch.ones(3))])
     settings = contender.settings
     if "warmup_steps" in settings and steps == 400:
-        assert (settings["warmup_steps"], settings["betas"]) == (60, (0.9, 0.98))
+        assert (settings["warmup_steps"], settings["betas"]) == (60, (0.8, 0.95))
     if "local_step_scaler" in settings and steps >= 50:
         after = steps - settings["var_freeze_step"]
         assert local_interval(after, settings["local_step_scaler"], clipper=16) == 4

@@ -45,7 +45,7 @@ def runs(steps: int) -> list[Run]:
     """
     tenth = max(1, steps // 10)
     return [
-        Run("1-bit Adam, 15 % warm-up", thinwire.OneBitAdam, warm_up(tenth, longest_memory=0.999), tenth, bar=0.19),
+        Run("1-bit Adam, 15 % warm-up", thinwire.OneBitAdam, warm_up(tenth, (0.9, 0.999)), tenth, bar=0.19),
         Run("0/1 Adam", thinwire.ZeroOneAdam, {}, steps, bar=0.02 if steps >= BAR_STEPS else None),
         Run("CD-Adam", thinwire.CDAdam, {}, tenth, bar=None),
         Run("SketchedAMSGrad", thinwire.SketchedAMSGrad, {}, tenth, bar=None),

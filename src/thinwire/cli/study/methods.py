@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import thinwire
-from thinwire.cli.contenders import dense_steps
+from thinwire.cli.contenders import local_steps, warm_up
 from thinwire.cli.study.references import DistributedLion, MeanAdamW, MeanSGD
 from thinwire.schemes.stochastic_sign import Downlink
 
@@ -87,25 +87,17 @@ def _birder(downlink: Downlink, gain: float) -> Build:
 
 def _after_warm_up(optimizer: Callable[..., torch.optim.Optimizer]) -> Build:
     def build(params: Iterable[nn.Parameter], setting: Setting, course: Course) -> torch.optim.Optimizer:
-        dense = dense_steps(course.steps)
-        betas = (setting.betas[0], min(setting.betas[1], 1 - 1 / dense))  # no variance looks back further than that
-        chosen = {"lr": setting.lr, "betas": betas, "weight_decay": setting.weight_decay}
-        return optimizer(params, **chosen, warmup_steps=dense)
+        beta1, beta2 = setting.betas
+        chosen = {"lr": setting.lr, "weight_decay": setting.weight_decay}
+        return optimizer(params, **chosen, **warm_up(course.steps, (beta1, beta2)))
 
     return build
 
 
 def _zero_one_adam(params: Iterable[nn.Parameter], setting: Setting, course: Course) -> torch.optim.Optimizer:
-    freeze = dense_steps(course.steps)
-    return thinwire.ZeroOneAdam(
-        params,
-        setting.lr,
-        (setting.betas[0], setting.betas[1]),
-        weight_decay=setting.weight_decay,
-        var_freeze_step=freeze,
-        var_update_scaler=min(16, freeze),
-        local_step_scaler=max(1, -(-(course.steps - freeze) // 3)),
-    )
+    beta1, beta2 = setting.betas
+    decay = setting.weight_decay
+    return thinwire.ZeroOneAdam(params, setting.lr, (beta1, beta2), weight_decay=decay, **local_steps(course.steps))
 
 
 _BIRDER = ((0.7, 0.95), (0.8, 0.95), (0.8,))
