@@ -264,8 +264,8 @@ def test_rates_at_which_training_diverges_are_left(tmp_path: Path) -> None:
     assert study(small(tmp_path, "text"), method, landscape).lr == pytest.approx(method.lr / 4, rel=0.01)
 
 
-def test_only_the_reference_may_search_longer(tmp_path: Path) -> None:
-    assert [name for name, method in METHODS.items() if method.more_betas] == ["adamw"]
+def test_the_reference_and_the_flagship_may_search_longer(tmp_path: Path) -> None:
+    assert [name for name, method in METHODS.items() if method.more_betas] == ["adamw", "birder-votes"]
     method = METHODS["adamw"]
     landscape = Landscape(20 * method.lr, method.more_betas[0], method.decays[1])
     best = study(small(tmp_path, "text"), method, landscape)

@@ -54,7 +54,7 @@ class Method:
     """The one to begin with, and another."""
     overlaps: bool = True
     more_betas: tuple[tuple[float, ...], ...] = ()
-    """To try when the rest is known, and then rates once more: for what all are compared with."""
+    """To try when the rest is known, and then rates once more: for the two that are compared above all."""
     only: str | None = None
     """The task that it is for; None for all."""
 
@@ -101,6 +101,7 @@ def _zero_one_adam(params: Iterable[nn.Parameter], setting: Setting, course: Cou
 
 
 _BIRDER = ((0.7, 0.95), (0.8, 0.95), (0.8,))
+_SHORTER = ((0.6, 0.95),)
 _ADAM = ((0.9, 0.95), (0.8, 0.95), (0.9, 0.99))
 # A variance that is frozen after 15 % of so short a run cannot look back further.
 _FROZEN = ((0.9, 0.95), (0.8, 0.95), (0.9, 0.966))
@@ -114,7 +115,9 @@ METHODS = {
         Method("sgdm", "SGDM", 0.2, ((0.9,), (0.8,), (0.95,)), _sgdm, decays=(1e-3, 0.0), only="pictures"),
         Method("birder-bit", "Birder, bit", 6e-3, _BIRDER, _birder("bit", 2.0), {"gain": 2.0}),
         Method("birder-majority", "Birder, majority", 4e-3, _BIRDER, _birder("majority", 1.5), {"gain": 1.5}),
-        Method("birder-votes", "Birder, votes", 8e-3, _BIRDER, _birder("votes", 1.5), {"gain": 1.5}),
+        Method(
+            "birder-votes", "Birder, votes", 8e-3, _BIRDER, _birder("votes", 1.5), {"gain": 1.5}, more_betas=_SHORTER
+        ),
         Method("onebit-adam", "1-bit Adam", 5e-3, _FROZEN, _after_warm_up(thinwire.OneBitAdam), {"warm-up": 0.15}),
         Method("zero-one-adam", "0/1 Adam", 5e-3, _FROZEN, _zero_one_adam, {"freeze": 0.15, "interval": 4}),
         Method("onebit-lamb", "1-bit LAMB", 1e-2, _FROZEN, _after_warm_up(thinwire.OneBitLamb), {"warm-up": 0.15}),
