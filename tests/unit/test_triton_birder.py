@@ -75,8 +75,8 @@ def same_as_reference(
 @each_grad
 @either_amsgrad
 def test_encode_for_every_tail(grad_dtype: torch.dtype | None, state_dtype: torch.dtype, amsgrad: bool) -> None:
+    options: dict[str, Any] = {"grad_dtype": grad_dtype, "state_dtype": state_dtype, "amsgrad": amsgrad}
     for seed, count in enumerate(TAILS):
-        options: dict[str, Any] = {"grad_dtype": grad_dtype, "state_dtype": state_dtype, "amsgrad": amsgrad}
         assert same_as_reference("birder_encode", encode_case(count, seed=seed, **options)) is False
         assert same_as_reference("birder_direction", node.direction_case(count, seed=seed, **options)) is False
     other = {"beta_b": 0.95, "level": 0.3}

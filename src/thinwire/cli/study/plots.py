@@ -22,7 +22,7 @@ HEADROOM = 1.6
 
 def plot_task(path: Path, task: Task, found: Sequence[Finding]) -> None:
     """Write a PNG with two panels, a line a method: means of the seeds, and their spread at the end."""
-    figure = Figure(figsize=(12, 5), layout="constrained")
+    figure = Figure(figsize=(13.5, 5), layout="constrained")
     against_steps, against_bytes = figure.subplots(1, 2, sharey=True)
     for finding in found:
         if not math.isfinite(finding.mean):
@@ -33,8 +33,8 @@ def plot_task(path: Path, task: Task, found: Sequence[Finding]) -> None:
         against_steps.plot(steps, values, **style)
         against_steps.errorbar(task.steps, finding.mean, finding.std, color=style["color"], capsize=3, marker="D")
         against_bytes.plot([sent[step - 1] / 1e6 for step in steps], values, **style)
-    best = min(finding.mean for finding in found)
-    against_steps.set_ylim(best - 0.05 * best, HEADROOM * best)
+    best = min(value for finding in found for value in (finding.mean, *(value for _, value in finding.curve())))
+    against_steps.set_ylim(0.97 * best, HEADROOM * best)
     adamw = reference(found)
     for panel in (against_steps, against_bytes):
         if adamw is not None:
@@ -49,7 +49,7 @@ def plot_task(path: Path, task: Task, found: Sequence[Finding]) -> None:
         against_steps.yaxis.set_major_formatter(PercentFormatter(1.0))
     else:
         against_steps.set_ylabel("cross-entropy of unseen characters (nats)")
-    against_bytes.legend(frameon=False, title="the best in the end first")
+    figure.legend(*against_bytes.get_legend_handles_labels(), loc="outside right upper", title="best in the end first")
     figure.suptitle(
         f"{task.title[0].upper()}{task.title[1:]}, {found[0].results[0].parameters:,} parameters, {WORKERS} workers, "
         f"means of {len(found[0].results)} seeds; diamonds: the end, on more of the unseen data; dotted: AdamW's"
