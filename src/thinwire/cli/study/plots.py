@@ -49,9 +49,10 @@ def plot_task(path: Path, task: Task, found: Sequence[Finding]) -> None:
         against_steps.yaxis.set_major_formatter(PercentFormatter(1.0))
     else:
         against_steps.set_ylabel("cross-entropy of unseen characters (nats)")
-    figure.legend(*against_bytes.get_legend_handles_labels(), loc="outside right upper", title="best in the end first")
+    figure.legend(*against_bytes.get_legend_handles_labels(), loc="outside right center", title="best in the end first")
     figure.suptitle(
         f"{task.title[0].upper()}{task.title[1:]}, {found[0].results[0].parameters:,} parameters, {WORKERS} workers, "
-        f"means of {len(found[0].results)} seeds; diamonds: the end, on more of the unseen data; dotted: AdamW's"
+        f"means of {len(found[0].results)} seeds; diamonds: the end, on more of the unseen data; dotted: AdamW's",
+        fontsize="medium",
     )
     figure.savefig(path, dpi=130, format="png")
