@@ -33,8 +33,9 @@ def plot_task(path: Path, task: Task, found: Sequence[Finding]) -> None:
         against_steps.plot(steps, values, **style)
         against_steps.errorbar(task.steps, finding.mean, finding.std, color=style["color"], capsize=3, marker="D")
         against_bytes.plot([sent[step - 1] / 1e6 for step in steps], values, **style)
-    best = min(value for finding in found for value in (finding.mean, *(value for _, value in finding.curve())))
-    against_steps.set_ylim(0.97 * best, HEADROOM * best)
+    drawn = [value for finding in found for value in (finding.mean, *(value for _, value in finding.curve()))]
+    best, worst = min(drawn), min(max(drawn), HEADROOM * min(drawn))
+    against_steps.set_ylim(best - 0.05 * (worst - best), worst + 0.02 * (worst - best))
     adamw = reference(found)
     for panel in (against_steps, against_bytes):
         if adamw is not None:
