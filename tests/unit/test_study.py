@@ -32,7 +32,7 @@ from thinwire.cli.study.images import read_idx, read_pictures
 from thinwire.cli.study.methods import METHODS, Course, Setting
 from thinwire.cli.study.plots import plot_task
 from thinwire.cli.study.references import DistributedLion, MeanAdamW, MeanSGD
-from thinwire.cli.study.report import section
+from thinwire.cli.study.report import rates, section
 from thinwire.cli.study.runs import VALIDATIONS, Point, Result, Run, run_virtually, train
 from thinwire.cli.study.search import FRESH_SEEDS, RATES, SEARCH_RUNS, SEARCH_SEED, search_runs, study
 from thinwire.cli.study.store import Store
@@ -362,6 +362,8 @@ def test_the_page_has_the_tables_that_the_command_prints(tmp_path: Path) -> None
     tables = (copied / "tables.md").read_text(encoding="utf-8")
     assert tables == (ROOT / "docs" / "convergence" / "tables.md").read_text(encoding="utf-8")
     page = (ROOT / "docs" / "convergence.md").read_text(encoding="utf-8")
+    by_task = [findings(copied, task, list(METHODS)) for task in tasks(Sources()).values()]
+    assert rates(by_task) in page
     for task in tasks(Sources()).values():
         found = findings(copied, task, list(METHODS))
         assert {finding.method.name for finding in found} == {

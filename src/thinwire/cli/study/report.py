@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from thinwire.cli.report import byte_count
-from thinwire.cli.study.findings import LINKS, Finding, compute_seconds, findings, reference
-from thinwire.cli.study.methods import Setting
+from thinwire.cli.study.findings import LINKS, REFERENCE, Finding, compute_seconds, findings, reference
+from thinwire.cli.study.methods import METHODS, Setting
 from thinwire.cli.study.tasks import WORKERS, PictureTask, Task
 
 HEAD = ("optimizer", "lr, β, decay", "end, mean ± std", "against AdamW")
@@ -21,18 +21,33 @@ def write(console: Console, directory: Path, tasks: Sequence[Task], methods: Seq
     """Print the tables, and leave them and the pictures beside the results."""
     from thinwire.cli.study.plots import plot_task
 
-    sections = []
+    sections, by_task = [], []
     for task in tasks:
         found = findings(directory, task, methods)
         if found:
+            by_task.append(found)
             sections.append(section(task, found))
             plot_task(directory / f"{task.name}.png", task, found)
-    if not sections:
+    sections.append(rates(by_task))
+    if not by_task:
         console.print(f"No study of a task is complete in {directory} yet.")
         return
     text = "\n".join(sections)
     (directory / "tables.md").write_text(text, encoding="utf-8")
     console.print(Markdown(text))
+
+
+def rates(by_task: Sequence[Sequence[Finding]]) -> str:
+    """Everybody's learning rates beside AdamW's, task by task: what one who comes from AdamW begins with."""
+    compared = [(found[0].task, adamw, found) for found in by_task if (adamw := reference(found)) is not None]
+    rows = []
+    for method in METHODS.values():
+        if method.only is None and method.name != REFERENCE:
+            best = [
+                [f.setting.lr / adamw.setting.lr for f in found if f.method is method] for _, adamw, found in compared
+            ]
+            rows.append([method.title, *(f"{ratio[0]:.2g}" if ratio else "" for ratio in best)])
+    return _table(("learning rate, AdamW's = 1", *(task.title for task, _, _ in compared)), rows)
 
 
 def section(task: Task, found: Sequence[Finding]) -> str:
