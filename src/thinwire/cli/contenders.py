@@ -43,8 +43,8 @@ class Contender:
         return self.optimizer(parameters, **self.settings)
 
 
-# Betas are those of `thinwire study`; docs/convergence.md tells. The rates of AdamW and Birder did best of a few in one run
-# each of the demo's model, the others' are of the study's, which is smaller.
+# Betas are those of `thinwire study`; docs/convergence.md tells. The rates of AdamW and Birder did best of a few in one
+# run each of the demo's model; the others' are of the study's, which is smaller.
 
 
 def adamw() -> Contender:
