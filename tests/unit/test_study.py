@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -37,6 +37,7 @@ from thinwire.cli.study.runs import VALIDATIONS, Point, Result, Run, run_virtual
 from thinwire.cli.study.search import FRESH_SEEDS, RATES, SEARCH_RUNS, SEARCH_SEED, search_runs, study
 from thinwire.cli.study.store import Store
 from thinwire.cli.study.tasks import FineTuningTask, PictureTask, Score, Sources, Task, TextTask, tasks
+from thinwire.schemes.stochastic_sign import Downlink
 from thinwire.wire import virtual
 
 # Pictures ------------------------------------------------------------------------------------------------------------
@@ -275,15 +276,15 @@ def test_the_reference_and_the_flagship_may_search_longer(tmp_path: Path) -> Non
 
 
 def test_one_beta_is_the_papers_rule() -> None:
-    for name in ("birder-bit", "birder-majority", "birder-votes"):
-        method = METHODS[name]
+    for downlink in get_args(Downlink):
+        method = METHODS[f"birder-{downlink}"]
         for betas in method.betas:
             optimizer = method.build([nn.Parameter(torch.ones(3))], Setting(1e-3, betas, 0.1), Course(10, 0))
             [group] = optimizer.param_groups
             paper = len(betas) == 1
             assert (group["beta"], group["beta_b"]) == (betas[0], None if paper else betas[1])
             assert group["gain"] == (1.0 if paper else method.fixed["gain"])
-            usual = thinwire.Birder([nn.Parameter(torch.ones(3))], downlink=name.removeprefix("birder-"))  # type: ignore[arg-type]
+            usual = thinwire.Birder([nn.Parameter(torch.ones(3))], downlink=downlink)
             assert paper or group["gain"] == usual.param_groups[0]["gain"], "the defaults are those of the study"
 
 

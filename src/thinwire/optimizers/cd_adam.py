@@ -87,8 +87,7 @@ class CDAdam(Greeting, AdamLike):
     When not to use it:
         With small noisy batches: differences of gradients are then mostly noise, of which one bit with one scale a
         shard says little, and g̃ trails behind: in `thinwire study` it ends a few per cent above AdamW's loss on text
-        (docs/convergence.md). `thinwire.Birder` needs no warm-up either and copes
-        with noise.
+        (docs/convergence.md). `thinwire.Birder` needs no warm-up either and copes with noise.
 
         With "sign", where coordinates often have no gradient for a while, but not 64 neighbours at once: g̃ swings about
         zero there in steps of the whole shard's scale, and as Adam takes every swing for large they wander by up to

@@ -63,7 +63,7 @@ class Method:
         return self.fixed
 
 
-def _dense(optimizer: Callable[..., torch.optim.Optimizer], **options: Any) -> Build:
+def _plain(optimizer: Callable[..., torch.optim.Optimizer], **options: Any) -> Build:
     def build(params: Iterable[nn.Parameter], setting: Setting, _: Course) -> torch.optim.Optimizer:
         return optimizer(params, lr=setting.lr, betas=setting.betas, weight_decay=setting.weight_decay, **options)
 
@@ -74,13 +74,14 @@ def _sgdm(params: Iterable[nn.Parameter], setting: Setting, _: Course) -> torch.
     return MeanSGD(params, lr=setting.lr, momentum=setting.betas[0], weight_decay=setting.weight_decay)
 
 
-def _birder(downlink: Downlink, gain: float) -> Build:
+def _birder(downlink: Downlink) -> Build:
     def build(params: Iterable[nn.Parameter], setting: Setting, course: Course) -> torch.optim.Optimizer:
         beta, *others = setting.betas
-        # With one beta it is the paper's rule, which has no gain either.
-        ours: dict[str, Any] = {"beta_b": others[0], "gain": gain} if others else {"beta_b": None, "gain": 1.0}
-        chosen = {"weight_decay": setting.weight_decay, "seed": course.seed, "downlink": downlink, **ours}
-        return thinwire.Birder(params, setting.lr, beta, **chosen)
+        beta_b = others[0] if others else None  # the paper's rule
+        decay = setting.weight_decay
+        return thinwire.Birder(
+            params, setting.lr, beta, weight_decay=decay, beta_b=beta_b, downlink=downlink, seed=course.seed
+        )
 
     return build
 
@@ -111,26 +112,24 @@ _TRAILING = ((0.0, 0.99), (0.5, 0.99), (0.0, 0.999))
 METHODS = {
     method.name: method
     for method in (
-        Method("adamw", "AdamW", 5e-3, _ADAM, _dense(MeanAdamW, fused=True), more_betas=((0.7, 0.95),)),
+        Method("adamw", "AdamW", 5e-3, _ADAM, _plain(MeanAdamW, fused=True), more_betas=((0.7, 0.95),)),
         Method("sgdm", "SGDM", 0.2, ((0.9,), (0.8,), (0.95,)), _sgdm, decays=(1e-3, 0.0), only="pictures"),
-        Method("birder-bit", "Birder, bit", 6e-3, _BIRDER, _birder("bit", 2.0), {"gain": 2.0}),
-        Method("birder-majority", "Birder, majority", 4e-3, _BIRDER, _birder("majority", 1.5), {"gain": 1.5}),
-        Method(
-            "birder-votes", "Birder, votes", 8e-3, _BIRDER, _birder("votes", 1.5), {"gain": 1.5}, more_betas=_SHORTER
-        ),
+        Method("birder-bit", "Birder, bit", 6e-3, _BIRDER, _birder("bit"), {"gain": 2.0}),
+        Method("birder-majority", "Birder, majority", 4e-3, _BIRDER, _birder("majority"), {"gain": 1.5}),
+        Method("birder-votes", "Birder, votes", 8e-3, _BIRDER, _birder("votes"), {"gain": 1.5}, more_betas=_SHORTER),
         Method("onebit-adam", "1-bit Adam", 5e-3, _FROZEN, _after_warm_up(thinwire.OneBitAdam), {"warm-up": 0.15}),
         Method("zero-one-adam", "0/1 Adam", 5e-3, _FROZEN, _zero_one_adam, {"freeze": 0.15, "interval": 4}),
         Method("onebit-lamb", "1-bit LAMB", 1e-2, _FROZEN, _after_warm_up(thinwire.OneBitLamb), {"warm-up": 0.15}),
-        Method("cd-adam", "CD-Adam", 4e-3, _TRAILING, _dense(thinwire.CDAdam)),
+        Method("cd-adam", "CD-Adam", 4e-3, _TRAILING, _plain(thinwire.CDAdam)),
         Method(
             "sketched-amsgrad",
             "SketchedAMSGrad",
             4e-3,
             ((0.0, 0.99), (0.5, 0.99), (0.9, 0.99)),
-            _dense(thinwire.SketchedAMSGrad, eps=1e-4),
+            _plain(thinwire.SketchedAMSGrad, eps=1e-4),
             {"eps": 1e-4},
             overlaps=False,
         ),
-        Method("lion", "Distributed Lion", 5e-4, ((0.9, 0.99), (0.95, 0.98), (0.8, 0.95)), _dense(DistributedLion)),
+        Method("lion", "Distributed Lion", 5e-4, ((0.9, 0.99), (0.95, 0.98), (0.8, 0.95)), _plain(DistributedLion)),
     )
 }

@@ -15,7 +15,7 @@ from thinwire.cli.study.findings import Finding, reference
 from thinwire.cli.study.methods import METHODS
 from thinwire.cli.study.tasks import WORKERS, PictureTask, Task
 
-_COLOURS = dict(zip(METHODS, colormaps["tab20"].colors, strict=False))  # type: ignore[attr-defined]
+_COLOURS = {name: colormaps["tab20"](i) for i, name in enumerate(METHODS)}
 HEADROOM = 1.6
 """How far above the best the worst may be drawn: what is beyond says nothing but that it is beyond."""
 

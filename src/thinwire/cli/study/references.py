@@ -25,8 +25,8 @@ def average_gradients(parameters: list[nn.Parameter]) -> None:
         p.grad = torch.stack(of_workers).mean(0)  # a new tensor: others may not have read the old one yet
 
 
-class MeanAdamW(torch.optim.AdamW):
-    """AdamW of the mean gradient: what DDP + AdamW computes."""
+class _OfTheMean(torch.optim.Optimizer):
+    """An optimizer of torch's, given the mean gradient: what it computes under DDP."""
 
     bits = 32.0
 
@@ -36,15 +36,12 @@ class MeanAdamW(torch.optim.AdamW):
         return super().step(closure)
 
 
-class MeanSGD(torch.optim.SGD):
-    """SGD of the mean gradient."""
+class MeanAdamW(_OfTheMean, torch.optim.AdamW):
+    """DDP + AdamW."""
 
-    bits = 32.0
 
-    def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """One step of all workers."""
-        average_gradients([p for group in self.param_groups for p in group["params"]])
-        return super().step(closure)
+class MeanSGD(_OfTheMean, torch.optim.SGD):
+    """DDP + SGD."""
 
 
 class DistributedLion(torch.optim.Optimizer):

@@ -28,11 +28,10 @@ def write(console: Console, directory: Path, tasks: Sequence[Task], methods: Seq
             by_task.append(found)
             sections.append(section(task, found))
             plot_task(directory / f"{task.name}.png", task, found)
-    sections.append(rates(by_task))
     if not by_task:
         console.print(f"No study of a task is complete in {directory} yet.")
         return
-    text = "\n".join(sections)
+    text = "\n".join((*sections, rates(by_task)))
     (directory / "tables.md").write_text(text, encoding="utf-8")
     console.print(Markdown(text))
 
