@@ -12,7 +12,7 @@ bin := $(VENV)/bin
 installed := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo bench test lint sanitize format clean
+.PHONY: help install demo bench test lint sanitize docs format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -59,6 +59,9 @@ sanitize: $(installed) ## run the kernels' tests and fuzz them, with every acces
 	$(under_sanitizers) $(bin)/pytest -p no:faulthandler -p no:cacheprovider --capture=sys -q $(checked_tests) \
 	  -k "not ($(left_out))" --deselect tests/unit/test_kernels.py::test_vote_bit
 	$(under_sanitizers) $(bin)/python -m tests.fuzz --inputs 3000 --only packets steps
+
+docs: $(installed) ## build the documentation into build/site; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(bin)/mkdocs build --strict --quiet
 
 format: $(installed) ## rewrite the sources in the house style
 	$(bin)/ruff check --fix

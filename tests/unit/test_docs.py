@@ -1,0 +1,212 @@
+"""README and documentation: the site builds without warnings, opens in a browser offline, and quotes real results."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import pytest
+from selenium import webdriver
+from selenium.webdriver.common.by import By
+from selenium.webdriver.support.wait import WebDriverWait
+
+import thinwire
+from tests.browser import chromium
+from thinwire.cli.step import words
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+PAGES = (README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md")))
+OPENED = ("index.html", "guide.html", "benchmarks/index.html", "protocol.html", "api/optimizers.html")
+SECONDS = 30
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of the site, built as `make docs` does."""
+    if importlib.util.find_spec("mkdocs") is None:
+        pytest.skip("needs mkdocs (the `docs` extra)")
+    directory = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(directory)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return directory
+
+
+class _Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing of requests that succeed."""
+
+
+@pytest.fixture(scope="module")
+def address(site: Path) -> Iterator[str]:
+    """Where a server on the loopback interface has the site."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Quiet, directory=str(site)))
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
+    with chromium(tmp_path_factory.mktemp("chromium"), performance="ALL") as chrome:
+        yield chrome
+
+
+def requests(browser: webdriver.Chrome) -> list[str]:
+    """The addresses that pages have asked for since the last call."""
+    events = (json.loads(entry["message"])["message"] for entry in browser.get_log("performance"))
+    sent = [event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"]
+    return [url for url in sent if not url.startswith(("data:", "blob:", "chrome:"))]
+
+
+def broken_images(browser: webdriver.Chrome) -> list[str]:
+    return browser.execute_script(
+        "return [...document.images].filter(image => !(image.complete && image.naturalWidth > 0)).map(one => one.src)"
+    )
+
+
+# The site -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", OPENED)
+@pytest.mark.parametrize("width", [1280, 400])
+def test_a_browser_opens_the_page(browser: webdriver.Chrome, address: str, page: str, width: int) -> None:
+    browser.set_window_size(width, 1200)
+    browser.get(f"{address}/{page}")
+    heading = browser.find_element(By.CSS_SELECTOR, "article h1")
+    assert heading.is_displayed()
+    WebDriverWait(browser, SECONDS).until(lambda _: broken_images(browser) == [])
+    assert browser.execute_script("return document.documentElement.scrollWidth <= window.innerWidth")
+    assert browser.get_log("browser") == []
+    asked = requests(browser)
+    assert f"{address}/{page}" in asked
+    assert [url for url in asked if not url.startswith(f"{address}/")] == []
+
+
+def test_navigation_reaches_every_page(browser: webdriver.Chrome, address: str, site: Path) -> None:
+    browser.set_window_size(1280, 1200)
+    browser.get(f"{address}/index.html")
+    links = browser.find_elements(By.CSS_SELECTOR, ".md-nav--primary a.md-nav__link")
+    targets = {urlsplit(str(link.get_attribute("href"))).path.removeprefix("/") for link in links}
+    pages = {str(path.relative_to(site)) for path in site.rglob("*.html") if "lm-7m" not in path.name}
+    assert targets == pages - {"404.html"}
+    browser.find_element(By.LINK_TEXT, "Fault tolerance").click()
+    WebDriverWait(browser, SECONDS).until(lambda _: browser.current_url.endswith("/fault-tolerance.html"))
+    assert browser.find_element(By.CSS_SELECTOR, "article h1").text.startswith("Fault tolerance")
+    assert browser.get_log("browser") == []
+
+
+def test_the_search_finds_a_word_of_the_glossary(browser: webdriver.Chrome, address: str) -> None:
+    browser.set_window_size(1280, 1200)
+    browser.get(f"{address}/index.html")
+    browser.find_element(By.CSS_SELECTOR, "input.md-search__input").send_keys("residual")
+    results = WebDriverWait(browser, SECONDS).until(
+        lambda _: browser.find_elements(By.CSS_SELECTOR, ".md-search-result__item a")
+    )
+    assert any("glossary.html" in str(result.get_attribute("href")) for result in results)
+    assert browser.get_log("browser") == []
+    assert [url for url in requests(browser) if not url.startswith(f"{address}/")] == []
+
+
+def test_the_diagram_is_there(browser: webdriver.Chrome, address: str) -> None:
+    browser.get(f"{address}/how-it-works.html")
+    (diagram,) = browser.find_elements(By.CSS_SELECTOR, "article img[src$='architecture.svg']")
+    WebDriverWait(browser, SECONDS).until(lambda _: broken_images(browser) == [])
+    assert diagram.size["width"] > 400
+    browser.get(f"{address}/images/architecture.svg")
+    texts = browser.find_elements(By.CSS_SELECTOR, "text")
+    assert {"bucket", "encode", "merge", "commit round", "apply"} <= {text.text for text in texts}
+    size = browser.execute_script(
+        "const box = document.documentElement.viewBox.baseVal; return [box.width, box.height]"
+    )
+    for text in texts:  # none sticks out of the picture
+        box = browser.execute_script(
+            "const b = arguments[0].getBBox(); return [b.x, b.y, b.x + b.width, b.y + b.height]", text
+        )
+        assert box[0] >= 0
+        assert box[1] >= 0
+        assert box[2] <= size[0], text.text
+        assert box[3] <= size[1], text.text
+
+
+def test_every_public_name_is_in_the_reference(site: Path) -> None:
+    reference = "".join(path.read_text(encoding="utf-8") for path in (site / "api").glob("*.html"))
+    for name in set(thinwire.__all__) - {"__version__"}:
+        assert f'id="thinwire.{name}"' in reference, name
+
+
+def test_the_site_works_offline(site: Path) -> None:
+    """Pages name no script, style, font or image of another host."""
+    loaded = re.compile(r"""<(?:script|img|iframe|source)[^>]*\ssrc="(?:https?:)?//|<link[^>]*\shref="(?:https?:)?//""")
+    for path in site.rglob("*.html"):
+        text = path.read_text(encoding="utf-8")
+        assert not loaded.search(text), path.name
+
+
+# The sources ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 150
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_between_files_lead_somewhere(page: Path) -> None:
+    """As they are followed on a forge, where `mkdocs build --strict` does not look. Other hosts are not asked."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        path, _, anchor = unquote(target).partition("#")
+        if ":" in path:
+            continue
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+            anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            assert anchor in anchors, target
+
+
+def test_the_numbers_of_the_readme_are_those_of_the_benchmark() -> None:
+    """The sentence, the picture and the table quote docs/benchmarks/lm-7m-4x1.json."""
+    stored = json.loads((ROOT / "docs" / "benchmarks" / "lm-7m-4x1.json").read_text(encoding="utf-8"))
+    rows = {(row["rate"], row["method"]): row for row in stored["rows"]}
+    slow, fast = rows["100mbit", "birder"], rows["1gbit", "birder"]
+    text = " ".join(README.read_text(encoding="utf-8").split())
+    assert f"takes {slow['speed_up']:.1f} times as many steps per second" in text
+    assert f"a step takes {slow['to_limit']:.2f} times as long as without any network" in text
+    assert f"it is {fast['speed_up']:.2f} times as many, and {fast['to_limit']:.2f} times as long" in text
+
+    picture = (ROOT / "docs" / "images" / "speed.svg").read_text(encoding="utf-8")
+    drawn = re.findall(r'<rect class="\w+-bar" [^>]*width="([\d.]+)"[^>]*>\n<text [^>]*>([^<]+)</text>', picture)
+    times = [
+        rows[rate, method]["step"]["median"]
+        for rate in ("100mbit", "1gbit")
+        for method in ("ddp-adamw", "birder", "local")
+    ]
+    assert [label for _, label in drawn] == [words.seconds(seconds) for seconds in times]
+    for first in (0, 3):
+        widest = float(drawn[first][0])
+        for (width, _), seconds in zip(drawn[first : first + 3], times[first : first + 3], strict=True):
+            assert float(width) == pytest.approx(widest * seconds / times[first], abs=0.1)
+
+    table = (ROOT / "docs" / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    for name, method in (("**Birder**", "birder"), ("no network: nothing is sent", "local")):
+        figures = [rows[rate, method] for rate in ("100mbit", "1gbit", "unlimited")]
+        (line,) = [line for line in table.splitlines() if line.startswith(f"| {name} |")][:1]
+        for row in figures:
+            assert words.ratio(row["speed_up"]).removesuffix("×") in line
+            assert f"({words.seconds(row['step']['median'])})" in line
