@@ -133,8 +133,9 @@ void thinwire_dense_apply(const thinwire_run *runs, int64_t n_runs, float *x, vo
   in_use->table->dense_apply(runs, n_runs, x, low, low_dtype, answers, lr, decay);
 }
 
-int thinwire_dense_encode(const thinwire_run *runs, int64_t n_runs, const void *grad, int grad_dtype, uint8_t *packets, float scale) {
-  return in_use->table->dense_encode(runs, n_runs, grad, grad_dtype, packets, scale);
+int thinwire_dense_encode(const thinwire_run *runs, int64_t n_runs, const void *grad, int grad_dtype, uint8_t *packets, float scale,
+                          float largest) {
+  return in_use->table->dense_encode(runs, n_runs, grad, grad_dtype, packets, scale, largest);
 }
 
 double thinwire_square_sum(const float *values, int64_t count) { return in_use->table->square_sum(values, count); }
@@ -202,9 +203,9 @@ void thinwire_onebit_lamb_measure(const thinwire_run *runs, int64_t n_runs, floa
 
 int thinwire_markov_encode(const thinwire_run *runs, int64_t n_runs, const void *grad, int grad_dtype, float *m, float *known,
                            int64_t shift, uint64_t *said, uint8_t *busy, const uint64_t *spoke, const uint64_t *alive, uint8_t *packets,
-                           const float *sent_scales, double *sums, float beta, float weight, float scale, int mode) {
+                           const float *sent_scales, double *sums, float beta, float weight, float scale, float largest, int mode) {
   return in_use->table->markov_encode(runs, n_runs, grad, grad_dtype, m, known, shift, said, busy, spoke, alive, packets, sent_scales,
-                                      sums, beta, weight, scale, mode);
+                                      sums, beta, weight, scale, largest, mode);
 }
 
 void thinwire_markov_merge(const thinwire_run *runs, int64_t n_runs, const uint8_t *rows, int64_t stride, int64_t n_rows, float *mean,
@@ -213,8 +214,8 @@ void thinwire_markov_merge(const thinwire_run *runs, int64_t n_runs, const uint8
 }
 
 int thinwire_markov_difference(const thinwire_run *runs, int64_t n_runs, const void *grad, int grad_dtype, float *m, const float *known,
-                               float *c, int64_t shift, float beta, float weight, float scale) {
-  return in_use->table->markov_difference(runs, n_runs, grad, grad_dtype, m, known, c, shift, beta, weight, scale);
+                               float *c, int64_t shift, float beta, float weight, float scale, float largest) {
+  return in_use->table->markov_difference(runs, n_runs, grad, grad_dtype, m, known, c, shift, beta, weight, scale, largest);
 }
 
 void thinwire_amsgrad_apply(const thinwire_run *runs, int64_t n_runs, float *x, void *low, int low_dtype, float *g, float *m, float *v,
@@ -226,15 +227,15 @@ void thinwire_amsgrad_apply(const thinwire_run *runs, int64_t n_runs, float *x, 
 }
 
 int thinwire_momentum_sum(const thinwire_run *runs, int64_t n_runs, const void *grad, int grad_dtype, float *m, float *e, float *g,
-                          int64_t shift, float beta, float weight, float scale, float ratio) {
-  return in_use->table->momentum_sum(runs, n_runs, grad, grad_dtype, m, e, g, shift, beta, weight, scale, ratio);
+                          int64_t shift, float beta, float weight, float scale, float ratio, float largest) {
+  return in_use->table->momentum_sum(runs, n_runs, grad, grad_dtype, m, e, g, shift, beta, weight, scale, ratio, largest);
 }
 
-void thinwire_sparse_amsgrad(float *x, int64_t count, void *low, int low_dtype, float *v, float *peak, const int32_t *indices,
-                             const float *momenta, const float *gradients, int64_t k, int64_t first, float beta2, float one_minus_beta2,
-                             float eps, float rate, float decay) {
-  in_use->table->sparse_amsgrad(x, count, low, low_dtype, v, peak, indices, momenta, gradients, k, first, beta2, one_minus_beta2, eps, rate,
-                                decay);
+int thinwire_sparse_amsgrad(float *x, int64_t count, void *low, int low_dtype, float *v, float *peak, const int32_t *indices,
+                            const float *momenta, const float *gradients, int64_t k, int64_t first, float beta2, float one_minus_beta2,
+                            float eps, float rate, float decay) {
+  return in_use->table->sparse_amsgrad(x, count, low, low_dtype, v, peak, indices, momenta, gradients, k, first, beta2, one_minus_beta2,
+                                       eps, rate, decay);
 }
 
 void thinwire_top_k(const float *values, int64_t count, int64_t k, int32_t *indices, uint64_t *scratch) {

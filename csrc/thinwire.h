@@ -19,7 +19,7 @@ extern "C" {
 #endif
 
 /* Bumped whenever a signature below changes, so that a stale library is recognised instead of called wrongly. */
-#define THINWIRE_ABI 6
+#define THINWIRE_ABI 7
 
 enum thinwire_dtype { THINWIRE_F32 = 0, THINWIRE_BF16 = 1, THINWIRE_F16 = 2 };
 
@@ -54,7 +54,8 @@ THINWIRE_API int thinwire_birder_direction(const thinwire_run *runs, int64_t n_r
                                            int state_dtype, int64_t shift, uint8_t *packets, float beta, float one_minus_beta,
                                            float beta_b, float one_minus_beta_b, float level, float eps, float scale, int amsgrad);
 
-/* mean[e] <- (rows[0][e] + rows[1][e] + ...) * (1 / n) in that order, for `count` elements; rows are `stride` bytes apart. */
+/* mean[e] <- (rows[0][e] + rows[1][e] + ...) * (1 / n) in that order, for `count` elements; rows are `stride` bytes apart.
+ * Where that is not finite: rows[0][e] * (1 / n) + rows[1][e] * (1 / n) + ..., for a sum can overflow whose mean does not. */
 THINWIRE_API void thinwire_mean(const uint8_t *rows, int64_t stride, int64_t n, int dtype, int64_t count, float *mean);
 
 /* For each of `shards` shards, the life (|state| > eps) of its words w with w mod `period` = `phase`, written to
@@ -93,10 +94,11 @@ THINWIRE_API void thinwire_birder_apply(const thinwire_run *runs, int64_t n_runs
 THINWIRE_API void thinwire_dense_apply(const thinwire_run *runs, int64_t n_runs, float *x, void *low, int low_dtype,
                                        const uint8_t *answers, float lr, float decay);
 
-/* The gradient times `scale`, as a float for each element; zeros without a gradient (NULL). Returns 1 when one of them
- * is not finite. */
+/* The gradient times `scale`, as a float for each element; zeros without a gradient (NULL). Returns 1 when the magnitude of
+ * one of them is not at most `largest`: it is larger, infinite or NaN. Here and below, `largest` is what the squares of
+ * gradients have to be finite for; the largest float where nobody squares them. */
 THINWIRE_API int thinwire_dense_encode(const thinwire_run *runs, int64_t n_runs, const void *grad, int grad_dtype, uint8_t *packets,
-                                       float scale);
+                                       float scale, float largest);
 
 /* The sum of squares, in the order of a run's (below). */
 THINWIRE_API double thinwire_square_sum(const float *values, int64_t count);
@@ -176,11 +178,12 @@ THINWIRE_API void thinwire_onebit_lamb_measure(const thinwire_run *runs, int64_t
  * word with a wish that is anything but 0, else 0. The wish is the gradient, or `m`, if not
  * NULL, after it took the gradient, if there is one. `mode`: 0 as said; 1 a greeting: elements not yet alive, if they have
  * no `m`, make the wish known; 2 a recall: the wish is what was known, and nothing is known any more. Returns 1 when c or m
- * would not be finite, or 2^60 and more, with a gradient: such elements wish for what is known, and keep m. */
+ * would not be finite, or 2^60 and more, with a gradient, or when the scaled gradient is not at most `largest`: such elements
+ * wish for what is known, and keep m. */
 THINWIRE_API int thinwire_markov_encode(const thinwire_run *runs, int64_t n_runs, const void *grad, int grad_dtype, float *m, float *known,
                                         int64_t shift, uint64_t *said, uint8_t *busy, const uint64_t *spoke, const uint64_t *alive,
                                         uint8_t *packets, const float *sent_scales, double *sums, float beta, float weight, float scale,
-                                        int mode);
+                                        float largest, int mode);
 
 /* The owner's answer to `n_rows` rows of one shard, which are `stride` bytes apart and have a scale each. Where `alive`, mean
  * takes their mean and the answer is the sign of c = mean - g; elsewhere it is the or of all bits. A run's `byte` counts from
@@ -192,7 +195,8 @@ THINWIRE_API void thinwire_markov_merge(const thinwire_run *runs, int64_t n_runs
 /* c <- the wish less `known`, which stays; `c` has the flat element e at e - shift. Wish, limits and result as in
  * thinwire_markov_encode; a bad element gets 0. */
 THINWIRE_API int thinwire_markov_difference(const thinwire_run *runs, int64_t n_runs, const void *grad, int grad_dtype, float *m,
-                                            const float *known, float *c, int64_t shift, float beta, float weight, float scale);
+                                            const float *known, float *c, int64_t shift, float beta, float weight, float scale,
+                                            float largest);
 
 /* AMSGrad: m, v, peak (the largest v so far) and x, where peak > 0. `source` of the gradient: 0 `g` as it stands, 1 `g` after
  * it took the packets' signs times `scales`, where `alive`, 2 the packets' floats. Without `x` (NULL) only g takes the
@@ -203,17 +207,18 @@ THINWIRE_API void thinwire_amsgrad_apply(const thinwire_run *runs, int64_t n_run
                                          float correction, float decay, int source);
 
 /* SketchedAMSGrad's local rule, where all three have the flat element e at e - shift: m <- beta m + weight g, e <- m + ratio e,
- * and g <- the gradient times `scale`, zeros without one (NULL). Returns 1 when m or e would not be finite, or 2^60 and more:
- * such elements keep both, and g is 0. */
+ * and g <- the gradient times `scale`, zeros without one (NULL). Returns 1 when m or e would not be finite, or 2^60 and more,
+ * or when the scaled gradient is not at most `largest`: such elements keep both, and g is 0. */
 THINWIRE_API int thinwire_momentum_sum(const thinwire_run *runs, int64_t n_runs, const void *grad, int grad_dtype, float *m, float *e,
-                                       float *g, int64_t shift, float beta, float weight, float scale, float ratio);
+                                       float *g, int64_t shift, float beta, float weight, float scale, float ratio, float largest);
 
 /* Its step, at `k` ascending flat elements of one parameter, whose element 0 is `first`: v, peak and x <- x - rate p /
  * sqrt(peak), where momentum p and gradient are not both 0; `v` and `peak` are the parameter's. Before that, all elements that
- * were ever picked, that is whose v is not `eps`, decay. Masters as in thinwire_birder_apply. */
-THINWIRE_API void thinwire_sparse_amsgrad(float *x, int64_t count, void *low, int low_dtype, float *v, float *peak, const int32_t *indices,
-                                          const float *momenta, const float *gradients, int64_t k, int64_t first, float beta2,
-                                          float one_minus_beta2, float eps, float rate, float decay);
+ * were ever picked, that is whose v is not `eps`, decay. Masters as in thinwire_birder_apply. Returns 1, or 0 when an element
+ * was outside of the parameter, and nothing was done at all. */
+THINWIRE_API int thinwire_sparse_amsgrad(float *x, int64_t count, void *low, int low_dtype, float *v, float *peak, const int32_t *indices,
+                                         const float *momenta, const float *gradients, int64_t k, int64_t first, float beta2,
+                                         float one_minus_beta2, float eps, float rate, float decay);
 
 /* The indices, ascending, of the `k` largest |values|; the lower index wins a tie, and NaN is larger than all. `scratch` has
  * room for 2k, here and below. */

@@ -19,6 +19,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 TOGETHER = {
     "tests/unit/test_packaging.py": "two wheels",
     "tests/unit/test_step_report.py": "a browser",
+    "tests/unit/test_docs.py": "a browser",
     "tests/unit/test_bench_step.py": "links as thin as they claim to be",
     "tests/unit/test_testbed.py": "links as thin as they claim to be",
     "tests/distributed/test_testbed.py": "links as thin as they claim to be",

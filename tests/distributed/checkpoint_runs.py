@@ -20,6 +20,11 @@ from thinwire import checkpoint
 ZERO_ONE: dict[str, Any] = {**VARIANCE, "lr": 0.01}
 
 
+def listed(path: Path) -> list[str]:
+    """What is in a directory of checkpoints, besides its lock."""
+    return sorted(entry.name for entry in path.iterdir() if entry.name != ".lock")
+
+
 @dataclass(frozen=True)
 class Case:
     optimizer: Callable[..., Any] = thinwire.Birder

@@ -75,8 +75,8 @@ AFTER: dict[str, Any] = {"noticed": (4,)}
 STAGES = {
     "the agreement": Stage(Peers, "gather", attach=False, world_size=4, **START),
     "the agreement of attach": Stage(Peers, "gather", victim=0, **START),
-    "connections": Stage(Peers, "private_group", victim=0, **START),
-    "connections of nodes": Stage(Peers, "private_group", victim=3, **NODES, **START),
+    "connections": Stage(Peers, "connect", victim=0, **START),
+    "connections of nodes": Stage(Peers, "connect", victim=3, **NODES, **START),
     "encoding": Stage(WireOptimizer, "_encode", call=3),
     "listening": Stage(Exchange, "listen", victim=2),
     "the first packets": Stage(Exchange, "send", victim=0),

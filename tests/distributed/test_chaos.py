@@ -18,9 +18,10 @@ from typer.testing import CliRunner
 from tests.testbeds import namespaces_of, skip_unless_available
 from thinwire.cli.app import app
 from thinwire.cli.chaos import faults, scene, supervisor
-from thinwire.cli.chaos.episodes import CONTENDERS, Net, episodes
+from thinwire.cli.chaos.episodes import Net, episodes
 from thinwire.cli.chaos.ranks import Nursery
 from thinwire.cli.chaos.results import CRASH, DIVERGENCE, FALSE_ALARM, HANG, LOST, WRONG_ERROR, Report
+from thinwire.cli.registry import offered
 from thinwire.testbed import Testbed, TestbedUnavailable
 
 SCRIPT = Path(sysconfig.get_path("scripts"), "thinwire")
@@ -118,13 +119,14 @@ def test_what_must_not_happen_is_noticed(
 
 
 def test_episodes_depend_on_the_seed_only() -> None:
+    names = set(offered("chaos"))
     for hosts in (2, 4):
         first, again = (episodes(5, hosts) for _ in range(2))
-        drawn = [next(first) for _ in range(3 * len(CONTENDERS))]
+        drawn = [next(first) for _ in range(3 * len(names))]
         assert drawn == [next(again) for _ in drawn]
-        assert {episode.contender for episode in drawn} == set(CONTENDERS)
-        in_nodes = {episode.contender for episode in drawn if episode.ranks_a_node == 2}
-        assert in_nodes == (set(CONTENDERS) if hosts == 4 else set())
+        assert {episode.optimizer_name for episode in drawn} == names
+        in_nodes = {episode.optimizer_name for episode in drawn if episode.ranks_a_node == 2}
+        assert in_nodes == (names if hosts == 4 else set())
     assert next(episodes(5, 4)) != next(episodes(6, 4))
 
 

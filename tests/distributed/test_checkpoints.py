@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import thinwire
-from tests.distributed.checkpoint_runs import ZERO_ONE, Case, Run
+from tests.distributed.checkpoint_runs import ZERO_ONE, Case, Run, listed
 from tests.distributed.common import in_nodes
 from tests.forgeries import Malicious, forge
 from tests.harness import run_ranks, run_ranks_expecting_errors
@@ -81,7 +81,8 @@ def test_resuming_is_never_having_stopped(grid: str, case: str, tmp_path: Path) 
 
 def test_the_directory_is_as_documented(tmp_path: Path) -> None:
     run_ranks(in_nodes, 4, 2, stop_and_resume, CASES["birder"], tmp_path)
-    (path,) = tmp_path.iterdir()
+    (path,) = (tmp_path / name for name in listed(tmp_path))
+    assert (tmp_path / ".lock").is_file()
     files = ["model.pt", *(f"rank-0000{rank}.pt" for rank in range(4))]
     assert sorted(file.name for file in path.iterdir()) == ["manifest.json", *files]
     manifest = json.loads((path / "manifest.json").read_text())
@@ -175,9 +176,9 @@ def on_machines(rank: int, world_size: int, path: Path, function: Callable[..., 
 def test_every_machine_keeps_the_files_of_its_ranks(tmp_path: Path) -> None:
     saved = run_ranks(on_machines, 4, tmp_path, save_twice)
     for machine, ranks in enumerate([(0, 1), (2, 3)]):
-        (first, second) = sorted((tmp_path / f"machine{machine}").iterdir())
-        assert (first.name, second.name) == ("000001-step-1", "000002-step-2")
-        for path in (first, second):
+        names = ["000001-step-1", "000002-step-2"]
+        assert listed(tmp_path / f"machine{machine}") == names
+        for path in (tmp_path / f"machine{machine}" / name for name in names):
             files = ["manifest.json", "model.pt", *(f"rank-0000{rank}.pt" for rank in ranks)]
             assert sorted(file.name for file in path.iterdir()) == files
     for rank, (state, name, warned) in enumerate(run_ranks(on_machines, 4, tmp_path, load, {})):
@@ -200,8 +201,8 @@ def test_a_crash_between_the_renames_of_two_machines(tmp_path: Path) -> None:
     for name, state in run_ranks(on_machines, 4, tmp_path, load_and_save, 2):
         assert name == "000003-step-2"
         assert state in [of_rank[1] for of_rank in saved]
-    assert sorted(p.name for p in (tmp_path / "machine1").iterdir()) == ["000001-step-1", "000003-step-2"]
-    assert {"000001-step-1", "000003-step-2"} <= {p.name for p in (tmp_path / "machine0").iterdir()}
+    assert listed(tmp_path / "machine1") == ["000001-step-1", "000003-step-2"]
+    assert {"000001-step-1", "000003-step-2"} <= set(listed(tmp_path / "machine0"))
 
 
 def test_a_machine_without_any_is_no_new_start(tmp_path: Path) -> None:
@@ -320,8 +321,8 @@ def save_badly(rank: int, world_size: int, path: Path, trouble: str) -> None:
 TROUBLES = {
     "step": ("ValueError", "ranks save different steps: step=2 on rank 0, step=3 on rank 1"),
     "extra": ("ValueError", "rank 1: rank-00001.pt would not load: `extra`"),
-    "file": ("OSError", "rank 1: [Errno 20] Not a directory"),
-    "limit": ("OSError", "rank 1: [Errno 27] File too large"),
+    "file": ("NotADirectoryError", "[Errno 20] rank 1: Not a directory"),
+    "limit": ("OSError", "[Errno 27] rank 1: File too large"),
     "keep": ("ValueError", "rank 1: keep=0: expected"),
     "model": ("TypeError", "rank 1: model is NoneType, expected a torch.nn.Module"),
     "half a step": ("RuntimeError", "rank 1: state_dict() between backward and step()"),
@@ -336,7 +337,7 @@ def test_trouble_of_one_rank_is_heard_by_all_and_destroys_nothing(trouble: str, 
     for error in run_ranks_expecting_errors(save_badly, 2, tmp_path, trouble):
         assert error.type_name == kind
         assert told in error.message
-    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["000001-step-1", "000002-step-2"]
+    assert listed(tmp_path / "run") == ["000001-step-1", "000002-step-2"]
     assert not (tmp_path / "touched").exists()
     assert [state for state, _, _ in run_ranks(load, 2, tmp_path / "run", {})] == [of_rank[1] for of_rank in saved]
 

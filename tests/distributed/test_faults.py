@@ -151,7 +151,7 @@ def assert_lost(report: Report, stage: Stage) -> None:
     """A PeerLost that says what it can, and leaves nothing behind."""
     assert report.raised == "PeerLost", report.traceback
     assert report.stage in EXCHANGING | OF_ALL_RANKS
-    assert (report.stage in OF_ALL_RANKS) == stage.method.startswith(("gather", "private"))
+    assert (report.stage in OF_ALL_RANKS) == stage.method.startswith(("gather", "connect"))
     assert f"waiting for {report.stage}" in report.message
     assert report.step is None or f"step {report.step}" in report.message
     assert report.bucket is None or f"bucket {report.bucket}" in report.message
@@ -160,7 +160,7 @@ def assert_lost(report: Report, stage: Stage) -> None:
 
 def assert_nothing_left(report: Report, stage: Stage) -> None:
     # A thread that makes connections, or asks a store that is frozen, is inside torch and cannot be called back.
-    assert report.threads == 0 or stage.method == "private_group"
+    assert report.threads == 0 or stage.method == "connect"
     assert report.farewell < MARGIN
 
 
@@ -176,7 +176,7 @@ def test_survivors_notice_in_time(aftermaths: dict[str, Aftermath], name: str) -
         assert 0.0 < report.at - aftermath.struck < fault.bound(), f"rank {rank}: {report.message}"
         assert aftermath.ranks[rank].at - report.at < EXIT_SECONDS + MARGIN
         assert (report.bucket is None) == (report.stage in OF_ALL_RANKS | OF_NO_BUCKET)
-    if not stage.method.startswith(("gather", "private")):
+    if not stage.method.startswith(("gather", "connect")):
         assert any(stage.victim in report.ranks for report in survivors.values())
     assert aftermath.ranks[stage.victim].status == (-signal.SIGKILL if fault.blow is kill else 0)
 

@@ -5,7 +5,6 @@ Processes are what costs time here, so a test that compares many runs makes them
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 import warnings
@@ -479,16 +478,16 @@ def test_what_ranks_cannot_agree_on_is_an_error_on_every_rank() -> None:
 
 
 def fall_behind(rank: int, world_size: int, late_rank: int) -> None:
-    """The ranks agree, and then one of them falls behind by a step, as after loading an older checkpoint."""
+    """The ranks agree, and then one of them falls behind by a step."""
     with environment({"LOCAL_WORLD_SIZE": "2"}):
         p = nn.Parameter(torch.ones(1000))
         optimizer = thinwire.Birder([p], **HIERARCHICAL)
     p.grad = torch.ones(1000)
     optimizer.step()
-    older = copy.deepcopy(optimizer.state_dict())
     optimizer.step()
     if rank == late_rank:
-        optimizer.load_state_dict(older)
+        optimizer.state[p]["step"] -= 1
+        optimizer._begin_step()
     optimizer.step()
 
 

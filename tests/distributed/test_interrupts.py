@@ -30,7 +30,7 @@ OF_TORCH = "torchinductor_*"
 class Run:
     """A command, told from all other processes and files on this machine."""
 
-    def __init__(self, arguments: Sequence[str], folder: Path) -> None:
+    def __init__(self, arguments: Sequence[str], folder: Path, *, own_group: bool = False) -> None:
         self.mark = f"THINWIRE_TEST_{secrets.token_hex(8)}"
         self.folder = folder
         environment = {
@@ -47,6 +47,7 @@ class Run:
             stderr=subprocess.STDOUT,
             env=environment,
             cwd=folder,
+            start_new_session=own_group,
         )
         self.said = b""
 
@@ -82,8 +83,8 @@ class Run:
 
 
 @contextmanager
-def running(arguments: Sequence[str], folder: Path) -> Iterator[Run]:
-    run = Run(arguments, folder)
+def running(arguments: Sequence[str], folder: Path, *, own_group: bool = False) -> Iterator[Run]:
+    run = Run(arguments, folder, own_group=own_group)
     with run.process:
         try:
             yield run
@@ -145,3 +146,41 @@ def test_nothing_is_left(
     assert [path for path in tmp_path.iterdir() if not path.match(OF_TORCH)] == []
     of_these = re.compile(rf"(?<!\d)({'|'.join(map(str, pids))})(?!\d)")
     assert [path for path in SHARED_MEMORY.iterdir() if of_these.search(path.name)] == []
+
+
+EXCHANGE = ("bench", "exchange", "--ranks", "2", "--elements", "65536", "--repeats", "10")
+STUDY = ("study", "--task", "text", "--method", "adamw", "--method", "lion", "--jobs", "2", "--output", "study")
+SECONDS_AFTER_THE_FIRST_CHILD = (0.0, 0.4, 1.0, 1.6, 2.3, 3.0)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("whole_group", [False, True], ids=["command only", "whole process group"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param(DEMO, id="demo"),
+        pytest.param(EXCHANGE, id="bench exchange"),
+        pytest.param(STUDY, id="study"),
+        pytest.param((*STUDY, "--processes"), id="study --processes"),
+    ],
+)
+def test_ctrl_c_while_workers_start(arguments: Sequence[str], whole_group: bool, tmp_path: Path) -> None:
+    """A terminal sends SIGINT to the whole group, so workers receive it too, at any moment of their start."""
+    for number, seconds in enumerate(SECONDS_AFTER_THE_FIRST_CHILD):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with running(arguments, folder, own_group=True) as run:
+            assert eventually(lambda run=run: len(run.pids()) >= 2, seconds=60)
+            time.sleep(seconds)
+            if whole_group:
+                os.killpg(run.process.pid, signal.SIGINT)
+            else:
+                run.process.send_signal(signal.SIGINT)
+            output, _ = run.process.communicate(timeout=60)
+        said = f"after {seconds} s:\n{output.decode()}"
+        assert run.process.returncode in {128 + signal.SIGINT, -signal.SIGINT}, said
+        for trouble in ("terminate called", "Traceback", "KeyboardInterrupt", "Exception ignored"):
+            assert trouble not in said, said
+        assert eventually(lambda run=run: not run.pids()), (said, run.pids())
+        left = {path.name for path in folder.iterdir() if not path.match(OF_TORCH)}
+        assert left <= {"study"}, said

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Callable
 from typing import Any
@@ -109,15 +108,15 @@ def test_a_process_group_without_this_rank() -> None:
 
 
 def out_of_step(rank: int, world_size: int, elements: int) -> None:
-    """The ranks agree, and then rank 1 falls behind the others by a step, as after loading an older checkpoint."""
+    """The ranks agree, and then rank 1 falls behind the others by a step."""
     p = parameter(elements)
     optimizer = thinwire.Birder([p], bucket_mb=0.005)
     p.grad = torch.ones(elements)
     optimizer.step()
-    older = copy.deepcopy(optimizer.state_dict())
     optimizer.step()
     if rank == 1:
-        optimizer.load_state_dict(older)
+        optimizer.state[p]["step"] -= 1
+        optimizer._begin_step()
     optimizer.step()
 
 

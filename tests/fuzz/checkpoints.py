@@ -1,7 +1,8 @@
 """Checkpoints with a file that was altered: by accident, or by somebody who can make digests match.
 
-An accident must be recognised by its digest, and change nothing. A forgery may be refused in any documented way, or be
-loaded, if it is data; it must not run code, end the process or keep it busy.
+An accident must be recognised by its digest. A forgery may be refused in any documented way, or be loaded, if it is
+data; it must not run code, end the process or keep it busy. Whatever is refused has changed nothing, to the bit:
+neither model nor optimizer nor random states; and the checkpoint that was saved still loads.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch import nn
 import thinwire
 from tests.fuzz import mutate
 from thinwire import checkpoint
+from thinwire.checkpoint._load import OnMismatch
 from thinwire.checkpoint._manifest import MANIFEST, MODEL, _seal, rank_file
 from thinwire.errors import CorruptCheckpoint
 from thinwire.optimizers._base import WireOptimizer
@@ -34,24 +36,30 @@ from thinwire.optimizers._base import WireOptimizer
 _INPUT = struct.Struct("<BBB")
 _OWN = rank_file(0)
 _FILES = (MANIFEST, MODEL, _OWN)
-_OPTIMIZERS: list[tuple[Callable[..., WireOptimizer], dict[str, Any], int]] = [
-    (thinwire.Birder, {}, 2),
-    (thinwire.OneBitAdam, {"betas": (0.1, 0.5), "warmup_steps": 2}, 3),
-    (
-        thinwire.ZeroOneAdam,
-        {"betas": (0.1, 0.5), "var_freeze_step": 2, "var_update_scaler": 1, "local_step_scaler": 1},
-        5,
-    ),
-    (thinwire.CDAdam, {}, 2),
-    (thinwire.SketchedAMSGrad, {"k": 4}, 2),
+_WARM_UP = {"betas": (0.1, 0.5), "warmup_steps": 2}
+_LOCAL_STEPS = {"betas": (0.1, 0.5), "var_freeze_step": 2, "var_update_scaler": 1, "local_step_scaler": 1}
+_OPTIMIZERS: list[tuple[Callable[..., WireOptimizer], dict[str, Any], int, OnMismatch]] = [
+    (thinwire.Birder, {}, 2, "error"),
+    (thinwire.OneBitAdam, _WARM_UP, 3, "error"),
+    (thinwire.ZeroOneAdam, _LOCAL_STEPS, 5, "error"),
+    (thinwire.CDAdam, {}, 2, "error"),
+    (thinwire.SketchedAMSGrad, {"k": 4}, 2, "error"),
+    (thinwire.Lamb, {}, 2, "error"),
+    (thinwire.OneBitLamb, _WARM_UP, 3, "error"),
+    (thinwire.OneBitAdam, _WARM_UP, 3, "average"),
+    (thinwire.ZeroOneAdam, _LOCAL_STEPS, 5, "average"),
+    (thinwire.ZeroOneAdam, _LOCAL_STEPS, 5, "reset"),
+    (thinwire.CDAdam, {}, 2, "reset"),
 ]
+"""With settings, and how many steps are taken before they are saved. Unless the policy is "error", those who load have
+other buckets than those who have saved, so that the policy is needed."""
 _NAME = "000001-step-7"
 MARKER = Path("code-was-run")
 """What forged files would make, in the working directory, if their code ran."""
 
 
 class Subject:
-    """A model and its optimizer, and the checkpoint that they were saved in.
+    """A model and its optimizer, and a checkpoint that they can load.
 
     Args:
         kind: which.
@@ -60,30 +68,57 @@ class Subject:
     def __init__(self, kind: int) -> None:
         self.saved = _saved(kind)
         """By the names of files."""
-        self.model, self.optimizer = _make(kind)
+        self.on_mismatch: OnMismatch = _OPTIMIZERS[kind][3]
+        self.model, self.optimizer = _make(kind, loads=True)
         self._before = copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
-        self._weights = self._bytes()
+        self._random = torch.get_rng_state(), random.getstate()
+        self._now = self._everything()
+        self._restored: list[Any] | None = None
 
-    def _bytes(self) -> list[tuple[torch.dtype, bytes]]:
-        state = [value for of in self.optimizer.state_dict()["state"].values() for value in of.values()]
-        return [(tensor.dtype, tensor.numpy().tobytes()) for tensor in (*self.model.state_dict().values(), *state)]
+    def _everything(self) -> list[Any]:
+        state = self.optimizer.state_dict()
+        tensors = [*self.model.state_dict().values(), *(t for of in state["state"].values() for t in of.values())]
+        return [
+            [(tensor.dtype, tensor.numpy().tobytes()) for tensor in (*tensors, torch.get_rng_state())],
+            random.getstate(),
+            repr(state["param_groups"]),
+        ]
 
-    def is_as_it_was(self) -> bool:
-        """Whether nothing has changed that a checkpoint would change."""
-        return self._bytes() == self._weights
+    def require_as_it_was(self) -> None:
+        """See that nothing has changed that a checkpoint would change."""
+        changed = [what for what, now, was in zip(_KINDS, self._everything(), self._now, strict=True) if now != was]
+        assert not changed, f"a refused checkpoint has changed {' and '.join(changed)}"
+
+    def require_restored(self) -> None:
+        """See that the honest checkpoint, which was loaded just now, has made what it always makes."""
+        now = self._everything()
+        self._restored = self._restored or now
+        assert now == self._restored, "after a refusal an honest checkpoint makes another state than before"
+
+    def take_turn(self) -> None:
+        """Set the random states, which all subjects share, to its own."""
+        torch.set_rng_state(self._random[0])
+        random.setstate(self._random[1])
 
     def renew(self) -> None:
         """Go back to how it was."""
         self.model.load_state_dict(self._before[0])
         self.optimizer.load_state_dict(self._before[1])
-        assert self.is_as_it_was(), "a forged checkpoint has left something behind that an honest state does not mend"
+        self.take_turn()
+        assert self._everything() == self._now, "something was left behind that an honest state does not mend"
 
 
-def _make(kind: int) -> tuple[nn.Module, WireOptimizer]:
-    torch.manual_seed(kind)
+_KINDS = ("tensors or torch's random state", "Python's random state", "parameter groups")
+
+
+def _make(kind: int, *, loads: bool) -> tuple[nn.Module, WireOptimizer]:
+    """Those that have saved, or those that load, which have come to another state."""
+    torch.manual_seed(kind + 1000 * loads)
+    random.seed(kind + 1000 * loads)
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
-    optimizer, settings, steps = _OPTIMIZERS[kind]
-    made = optimizer(model.parameters(), **settings)
+    optimizer, settings, steps, on_mismatch = _OPTIMIZERS[kind]
+    buckets = {} if on_mismatch == "error" or not loads else {"bucket_mb": 1.0}
+    made = optimizer(model.parameters(), **settings, **buckets)
     for _ in range(steps):
         model(torch.randn(4, 3)).square().sum().backward()
         made.step()
@@ -94,8 +129,7 @@ def _make(kind: int) -> tuple[nn.Module, WireOptimizer]:
 @functools.cache
 def _saved(kind: int) -> dict[str, bytes]:
     """The files of a checkpoint; the same in every process."""
-    model, optimizer = _make(kind)
-    random.seed(kind)
+    model, optimizer = _make(kind, loads=False)
     with tempfile.TemporaryDirectory(prefix="thinwire-fuzz-") as folder:
         path = checkpoint.save(folder, model, optimizer, 7, extra={"schedule": [1, 2.5, "x"], "tensor": torch.ones(3)})
         return {name: (path / name).read_bytes() for name in _FILES}
@@ -283,8 +317,8 @@ class Checkpoints:
     )
 
     def __init__(self) -> None:
-        self._folder: Path | None = None
-        self._on_disk: dict[str, bytes] = {}
+        self._folders: dict[str, Path] = {}
+        self._on_disk: dict[tuple[str, str], bytes] = {}
         self._subjects: dict[int, Subject] = {}
 
     def make(self, draw: random.Random) -> bytes:
@@ -320,11 +354,14 @@ class Checkpoints:
         files = {**subject.saved, name: altered}
         if forged and name != MANIFEST:
             files[MANIFEST] = _with_digest_of(name, altered, files[MANIFEST])
+        subject.take_turn()
         try:
-            outcome = self._load(subject, files)
-            if outcome == "CorruptCheckpoint":
-                assert subject.is_as_it_was(), "CorruptCheckpoint was raised when something had been loaded already"
-                return f"refused: CorruptCheckpoint, {'a forgery' if forged else 'an accident'}"
+            outcome = self._load(subject, files, "altered")
+            if outcome != "loaded":
+                subject.require_as_it_was()
+                honest = self._load(subject, subject.saved, "honest")
+                assert honest == "loaded", f"after a refusal an honest checkpoint is refused: {honest}"
+                subject.require_restored()
             subject.renew()
         except BaseException:
             del self._subjects[kind]
@@ -336,21 +373,23 @@ class Checkpoints:
         if altered == subject.saved[name]:
             assert outcome == "loaded", f"what was saved is refused: {outcome}"
             return "loaded: as it was saved"
+        if outcome == "CorruptCheckpoint":
+            return f"refused: CorruptCheckpoint, {'a forgery' if forged else 'an accident'}"
         assert forged, f"an accident was not recognised: {outcome}"
         return "loaded: a forgery that is data" if outcome == "loaded" else f"refused: {outcome}"
 
-    def _load(self, subject: Subject, files: dict[str, bytes]) -> str:
-        if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp())  # within the runner's, which removes it
-            (self._folder / _NAME).mkdir()
+    def _load(self, subject: Subject, files: dict[str, bytes], place: str) -> str:
+        if place not in self._folders:
+            self._folders[place] = Path(tempfile.mkdtemp())  # within the runner's, which removes it
+            (self._folders[place] / _NAME).mkdir()
         for name, contents in files.items():
-            if self._on_disk.get(name) != contents:
-                (self._folder / _NAME / name).write_bytes(contents)
-                self._on_disk[name] = contents
+            if self._on_disk.get((place, name)) != contents:
+                (self._folders[place] / _NAME / name).write_bytes(contents)
+                self._on_disk[place, name] = contents
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                checkpoint.load(self._folder, subject.model, subject.optimizer)
+                checkpoint.load(self._folders[place], subject.model, subject.optimizer, on_mismatch=subject.on_mismatch)
             except (CorruptCheckpoint, ValueError, RuntimeError) as error:
                 if type(error) not in (CorruptCheckpoint, ValueError, RuntimeError):
                     raise  # NotImplementedError is a RuntimeError too, UnicodeError a ValueError

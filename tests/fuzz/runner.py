@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import logging
 import mmap
 import os
 import random
@@ -195,6 +196,7 @@ def _work(
         os.chdir(folder)
         tempfile.tempdir = folder
         faulthandler.disable()  # of pytest: the parent says what has happened
+        logging.disable()  # of steps that are skipped, thousands of them
         if "libasan" not in os.environ.get("LD_PRELOAD", ""):  # which maps terabytes for itself
             resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

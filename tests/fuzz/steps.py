@@ -146,7 +146,7 @@ class Stage:
                 )
                 # On this thread: one input after the other, and each in the same order every time.
                 join = self._optimizer._join
-                self._optimizer._join = lambda: dataclasses.replace(join(), threaded=False)
+                self._optimizer._join = lambda name: dataclasses.replace(join(name), threaded=False)
                 for _ in range(kind.steps):
                     self._optimizer.step()
                 self._optimizer._prepare()

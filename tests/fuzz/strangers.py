@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tests.fuzz import mutate
 from thinwire.kernels.ops import Kernels
+from thinwire.wire.groups import Connection
 from thinwire.wire.packet import HEADER_BYTES
 from thinwire.wire.peers import Peers
 
@@ -189,7 +190,7 @@ class Strangers(Peers):
         """All agree."""
         return [value] * self.size
 
-    def private_group(self, members: Sequence[int]) -> Any:
+    def connect(self, members: Sequence[int], name: str, device: torch.device) -> Connection | None:
         """See `Peers`."""
         if len(members) == 1:
             return None
@@ -197,10 +198,7 @@ class Strangers(Peers):
         if tuple(members) in self.nodes and len(self.nodes[0]) > 1:
             # The ranks of a node share answers, which are from all nodes.
             place = {rank: node for node in self.nodes for rank in node}
-            return Group(
-                members,
-                own,
-                self.line,
-                sender=lambda rank, member: place[rank][member],
-            )
-        return Group(members, own, self.line, sender=lambda rank, member: members[member])
+            group: Any = Group(members, own, self.line, sender=lambda rank, member: place[rank][member])
+        else:
+            group = Group(members, own, self.line, sender=lambda rank, member: members[member])
+        return Connection(group)

@@ -48,7 +48,7 @@ def same(ours: list[Any], theirs: list[Any]) -> bool:
 
 
 def listed(path: Path) -> list[str]:
-    return sorted(entry.name for entry in path.iterdir())
+    return sorted(entry.name for entry in path.iterdir() if entry.name != ".lock")
 
 
 Saved = tuple[Path, list[Any], list[Any]]

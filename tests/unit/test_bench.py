@@ -37,11 +37,10 @@ def test_kernels_as_json() -> None:
     assert encode["baseline"] == "memcpy of fp32"
     traffic = encode["bytes_per_element"] / 8
     assert encode["ratio"] == pytest.approx(encode["baseline_seconds"] / encode["seconds"] * traffic)
-    assert rows["apply"]["bar"] == encode["bar"] == 0.9
-    assert rows["vote of 8 rows to a bit, by time"]["bar"] == 1.0
+    assert "bar" not in encode
     assert rows["vote of 8 rows to a majority, by time"]["bytes_per_element"] == 9 / 8
     signs = rows["sign encode, time in memcpys"]
-    assert (signs["bar"], signs["higher_is_better"], signs["bytes_per_element"]) == (2.5, False, 12.25)
+    assert (signs["higher_is_better"], signs["bytes_per_element"]) == (False, 12.25)
     assert signs["ratio"] == pytest.approx(signs["seconds"] / signs["baseline_seconds"])
     for name, touched in {
         "sign encode, bf16 memory, time in memcpys": 8.25,
@@ -55,18 +54,18 @@ def test_kernels_as_json() -> None:
     }.items():
         assert rows[name]["bytes_per_element"] == touched
         assert rows[name]["seconds"] > 0
-    for name, (touched, bar) in {
-        "Markov encode": (12.625, None),
-        "Markov encode of momenta": (20.625, None),
-        "Markov merge of 4 rows": (12.75, None),
-        "AMSGrad apply of signs": (40.25, None),
-        "top-k, k = n/64": (4.0625, None),
-        "sketch add, 5 × n/50": (4.8, 25),
-        "sketch top-k, k = n/500": (4.408, 40),
-        "CRC-32C of fp32": (4, None),
+    for name, touched in {
+        "Markov encode": 12.625,
+        "Markov encode of momenta": 20.625,
+        "Markov merge of 4 rows": 12.75,
+        "AMSGrad apply of signs": 40.25,
+        "top-k, k = n/64": 4.0625,
+        "sketch add, 5 × n/50": 4.8,
+        "sketch top-k, k = n/500": 4.408,
+        "CRC-32C of fp32": 4,
     }.items():
         row = rows[f"{name}, time in memcpys"]
-        assert (row["bytes_per_element"], row["bar"], row["higher_is_better"]) == (pytest.approx(touched), bar, False)
+        assert (row["bytes_per_element"], row["higher_is_better"]) == (pytest.approx(touched), False)
         assert row["ratio"] == pytest.approx(row["seconds"] / row["baseline_seconds"])
 
 
@@ -100,10 +99,9 @@ def measured(rank: int, world_size: int, optimizer: str, elements: int) -> list[
 def test_exchange_in_the_compressed_stage(optimizer: str, bytes_allowed: int) -> None:
     elements = 1 << 20
     memory, update, step = run_ranks(measured, 2, optimizer, elements)[0]
-    assert memory["bar"] == (bytes_allowed + 4 / 2) / 8
+    assert "bar" not in memory
     # What is resident of so few elements is noise, but all tensors are known, those that were never touched included.
     assert bytes_allowed - 2 < memory["details"]["bytes_in_tensors_per_parameter"] < bytes_allowed + 10
-    assert update["bar"] is None
     assert update["ratio"] == pytest.approx(update["baseline_value"] / update["value"])
     # Signs and scales only: there was no dense step among those that were measured.
     assert 1.0 < update["details"]["bytes_sent"] / (elements / 8) < 1.01
@@ -121,7 +119,6 @@ def test_exchange_in_the_compressed_stage(optimizer: str, bytes_allowed: int) ->
 def test_exchange_of_optimizers_that_always_compress(optimizer: str, bytes_allowed: float, bits: float) -> None:
     elements = 1 << 20
     memory, update, step = run_ranks(measured, 2, optimizer, elements)[0]
-    assert memory["bar"] == bytes_allowed / 8
     # What is held beside state and packets counts too: gradients to be fetched, differences to be encoded, and the
     # answer of a bucket, which is the whole model here.
     assert memory["details"]["bytes_in_tensors_per_parameter"] == pytest.approx(bytes_allowed, abs=1.5)
@@ -131,7 +128,7 @@ def test_exchange_of_optimizers_that_always_compress(optimizer: str, bytes_allow
 
 
 def test_the_table_of_an_exchange_is_about_the_optimizer() -> None:
-    row = bench_exchange.Row("update", 0.05, "s", "AdamW", 0.1, 2.0, None, True, {"encode_seconds": 0.01})
+    row = bench_exchange.Row("update", 0.05, "s", "AdamW", 0.1, 2.0, True, {"encode_seconds": 0.01})
     console = Console(file=io.StringIO(), width=200)
     console.print(_exchange_table("0/1 Adam", 4, [row]))
     printed = console.file.getvalue()  # type: ignore[attr-defined]
@@ -139,7 +136,7 @@ def test_the_table_of_an_exchange_is_about_the_optimizer() -> None:
     assert "where 0/1 Adam's time went" in printed
     assert "Birder" not in printed
     assert "50.0 ms" in printed
-    assert "met" not in printed
+    assert "MISSED" not in printed
 
 
 @pytest.mark.parametrize(
@@ -164,7 +161,7 @@ def test_bad_arguments_of_exchange(arguments: list[str], message: str) -> None:
 
 def counted(rank: int, world_size: int) -> dict[str, Any]:
     schedule = {"var_freeze_step": 4, "var_update_scaler": 2, "local_step_scaler": 4, "local_step_clipper": 2}
-    run = bench_bytes.Run("0/1 Adam", thinwire.ZeroOneAdam, schedule, steps=21, bar=0.5)
+    run = bench_bytes.Run("0/1 Adam", thinwire.ZeroOneAdam, schedule, steps=21)
     return asdict(bench_bytes._count(lambda _: None, run, elements=1 << 16))
 
 
@@ -178,12 +175,11 @@ def test_bytes_of_a_run_are_those_of_its_steps() -> None:
     assert row["ratio"] == pytest.approx((3 + (21 - 3 - 6) / 32) / 21, rel=0.02)
 
 
-def test_bars_of_whole_runs() -> None:
+def test_lengths_of_whole_runs() -> None:
     long, short = bench_bytes.runs(10_000), bench_bytes.runs(500)
-    assert [(run.steps, run.bar) for run in long] == [(1000, 0.19), (10_000, 0.02), (1000, None), (1000, None)]
-    onebit, zero_one, *others = short
+    assert [run.steps for run in long] == [1000, 10_000, 1000, 1000]
+    onebit, _, *others = short
     assert [(run.label, run.steps) for run in others] == [("CD-Adam", 50), ("SketchedAMSGrad", 50)]
-    assert (onebit.bar, zero_one.bar) == (0.19, None)
     assert onebit.settings["warmup_steps"] == 8
 
 
@@ -191,7 +187,6 @@ def test_bytes_as_a_table_and_a_file(tmp_path: Path) -> None:
     file = tmp_path / "bytes.json"
     printed = _bench("bytes", "--ranks", "2", "--elements", "65536", "--steps", "200", "--out", str(file)).stdout
     assert "Bytes over whole runs, 65,536 parameters, 2 local ranks" in printed
-    assert "≤ 0.19" in printed
     rows = _results(file.read_text(encoding="utf-8"))
     onebit = rows["1-bit Adam, 15 % warm-up"]
     assert (onebit["steps"], onebit["dense_steps"], onebit["silent_steps"]) == (20, 3, 0)
@@ -199,7 +194,6 @@ def test_bytes_as_a_table_and_a_file(tmp_path: Path) -> None:
     zero_one = rows["0/1 Adam"]
     # 16 steps in a row, 16 two apart, 16 four apart, and those eight apart up to 200.
     assert (zero_one["steps"], zero_one["dense_steps"]) == (200, 16 + 16 + 16 + 11)
-    assert zero_one["bar"] is None
     # The first step of CD-Adam says hello before.
     for name, ratio in {"CD-Adam": 21 / 20 / 32, "SketchedAMSGrad": 5 / 50 + 2 / 100}.items():
         row = rows[name]

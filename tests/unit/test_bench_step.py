@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -273,7 +272,6 @@ def test_end_to_end(tmp_path: Path) -> None:
     assert rows["20mbit", "ddp-adamw"].step.median > 0.15
     assert rows["20mbit", "ddp-adamw"].to_bound >= 0.95
     assert (rows["20mbit", "birder"].speed_up or 0) > 1.5
-    assert all(verdict["outcome"] == "not measured" for verdict in json.loads(text)["bars"])
 
 
 def test_optimizers_send_what_their_rows_say() -> None:

@@ -280,7 +280,7 @@ def test_whatever_fails_leaves_what_was_there(saved: Saved, function: str, monke
         assert found.step in (3, 7)
         assert same(other.now(), last if found.step == 3 else run.now())
         assert not any(name.startswith(".") for name in listed(path))
-    assert failures == {"fsync": 5, "rename": 1, "mkdir": 1}[function]
+    assert failures == {"fsync": 6, "rename": 1, "mkdir": 1}[function]
 
 
 # What does not fit ---------------------------------------------------------------------------------------------------

@@ -99,6 +99,77 @@ def test_an_encoding_takes_the_bytes_that_it_says(name: str, length: int, kernel
     assert torch.equal(decoded(codec, packets[0], length), decoded(codec, packets[1], length))
 
 
+def not_a_vector(values: Tensor) -> dict[str, Tensor]:
+    """The same numbers in tensors that are not a contiguous row of float32."""
+    imaginary = torch.complex(torch.zeros_like(values), -values).conj().imag
+    assert imaginary.is_neg()
+    assert torch.equal(imaginary, values)
+    return {
+        "negated": imaginary.resolve_conj() if imaginary.is_conj() else torch._neg_view(-values),
+        "imaginary": imaginary,
+        "gaps": values.repeat_interleave(2)[::2],
+        "expanded": values[:1].expand(values.numel()),
+        "float64": values.double(),
+        "bfloat16": values.to(torch.bfloat16),
+        "integers": values.to(torch.int32),
+        "two dimensions": values.view(2, -1),
+        "meta": values.to("meta"),
+    }
+
+
+@each_kernels
+@each_codec
+@pytest.mark.parametrize("kind", list(not_a_vector(torch.ones(4))))
+def test_what_is_no_row_of_float32_is_refused(name: str, kind: str, kernels: Kernels) -> None:
+    """Encoded or decoded to: an exception, for what a kernel would make of its memory is wrong."""
+    codec = CODECS[name](kernels)
+    values = vector(200)
+    packet = torch.zeros(codec.nbytes(200), dtype=torch.uint8)
+    before = encoded(codec, values)
+    wrong = not_a_vector(values)[kind]
+    with pytest.raises((TypeError, ValueError), match=r"values .*expected"):
+        codec.encode(wrong, packet)
+    with pytest.raises((TypeError, ValueError), match=r"values .*expected"):
+        codec.decode(before, wrong)
+    assert not bool(packet.any())
+    assert torch.equal(encoded(codec, values), before)
+
+
+@each_kernels
+@each_codec
+@pytest.mark.parametrize("missing", [8, -8])
+def test_a_packet_of_another_size_is_refused(name: str, missing: int, kernels: Kernels) -> None:
+    codec = CODECS[name](kernels)
+    packet = torch.zeros(codec.nbytes(200) - missing, dtype=torch.uint8)
+    for attempt in (codec.encode, lambda values, packet: codec.decode(packet, values)):
+        with pytest.raises(ValueError, match=rf"packet .*expected .*{codec.nbytes(200)} bytes"):
+            attempt(vector(200), packet)
+
+
+@each_kernels
+@each_codec
+@pytest.mark.parametrize("kind", ["gaps", "int8", "negated", "meta"])
+def test_a_packet_that_is_no_row_of_bytes_is_refused(name: str, kind: str, kernels: Kernels) -> None:
+    codec = CODECS[name](kernels)
+    packet = torch.zeros(codec.nbytes(200), dtype=torch.uint8)
+    wrong = {
+        "gaps": packet.repeat_interleave(2)[::2],
+        "int8": packet.to(torch.int8),
+        "negated": torch._neg_view(packet),
+        "meta": packet.to("meta"),
+    }[kind]
+    for attempt in (codec.encode, lambda values, packet: codec.decode(packet, values)):
+        with pytest.raises((TypeError, ValueError), match=r"packet .*expected"):
+            attempt(vector(200), wrong)
+
+
+@each_kernels
+@each_codec
+def test_a_vector_without_elements_has_an_encoding(name: str, kernels: Kernels) -> None:
+    codec = CODECS[name](kernels)
+    assert through(codec, torch.empty(0)).tolist() == []
+
+
 @each_codec
 @each_length
 def test_an_encoding_depends_on_the_vector_alone(name: str, length: int) -> None:

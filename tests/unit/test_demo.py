@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from tests.harness import run_ranks
 from thinwire.cli.app import app
 from thinwire.cli.charlm import Corpus, ModelShape
-from thinwire.cli.contenders import CHALLENGERS, Race
+from thinwire.cli.registry import offered
 from thinwire.cli.report import Comparison, print_comparison
 from thinwire.cli.schedule import is_due, learning_rate_factor
 from thinwire.cli.training import Outcome, Plan, StepSeconds, train
@@ -206,7 +206,7 @@ def test_who_sends_after_backward_is_not_predicted_to_hide_it() -> None:
 
 
 def trained(rank: int, world_size: int, optimizer: str, steps: int) -> dict[str, Any]:
-    plan = Plan("to be or not to be, " * 40, ModelShape(1, 32, 16), 2, Race(steps, seed=0), optimizer)
+    plan = Plan("to be or not to be, " * 40, ModelShape(1, 32, 16), 2, steps, 0, optimizer)
     said: list[Any] = []
     train(said.append, plan)
     return asdict(said[-1])
@@ -260,11 +260,11 @@ def test_who_compresses_from_the_first_step_on(optimizer: str) -> None:
 
 
 @pytest.mark.parametrize("steps", [1, 2, 7, 50, 400, 4000])
-@pytest.mark.parametrize("name", CHALLENGERS)
+@pytest.mark.parametrize("name", offered("demo"))
 def test_settings_suit_runs_of_any_length(name: str, steps: int) -> None:
-    contender = CHALLENGERS[name](Race(steps, seed=0))
-    contender.build([nn.Parameter(torch.ones(3))])
-    settings = contender.settings
+    plan = Plan("", ModelShape(1, 32, 16), 2, steps, 0, name)
+    plan.build([nn.Parameter(torch.ones(3))])
+    settings = plan.settings()
     if "warmup_steps" in settings and steps == 400:
         assert (settings["warmup_steps"], settings["betas"]) == (60, (0.8, 0.95))
     if "local_step_scaler" in settings and steps >= 50:

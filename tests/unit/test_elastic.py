@@ -18,7 +18,7 @@ import thinwire
 from tests.distributed.common import digest
 from tests.saved_states import SavedStates
 from thinwire.optimizers._base import WireOptimizer
-from thinwire.optimizers._elastic import Policy, SavedRun, adopt, twin_of
+from thinwire.optimizers._elastic import Policy, SavedRun, adopt, read, twin_of
 from thinwire.wire.peers import Peers
 
 Shapes = Sequence[tuple[int, ...]]
@@ -45,7 +45,9 @@ def fill(ranks: Sequence[WireOptimizer], step: int = 3) -> None:
             for name, value in sorted(rank.state[p].items()):
                 kept = rank._kept
                 generator = private if name in {**kept.own, **kept.owned, **kept.own_words, **kept.shards} else shared
-                if value.dtype == torch.int64 and name != "step":
+                if name in kept.checks:
+                    value.copy_(torch.randint(0, step + 1, value.shape, generator=generator))
+                elif value.dtype == torch.int64 and name != "step":
                     value.copy_(torch.randint(-(2**63), 2**63 - 1, value.shape, generator=generator))
                 elif name != "step":
                     value.copy_(torch.randn(value.shape, generator=generator))
@@ -150,6 +152,28 @@ def test_hyper_parameters_are_those_that_were_saved(optimizer: WireOptimizer) ->
     assert (group["lr"], group["initial_lr"]) == (0.25, 2.0)
     assert group["wire_world_size"] == 1
     assert all(isinstance(p, nn.Parameter) for p in group["params"])
+
+
+def test_taking_over_twice_adds_nothing_to_groups(optimizer: WireOptimizer) -> None:
+    """torch adds to the defaults of an optimizer that has loaded something."""
+    before = ranks_of(optimizer, nodes_of(2, 1), 1.0)
+    names = []
+    for _ in range(3):
+        adopt(optimizer, run_of(before), "average")
+        names.append(sorted(optimizer.param_groups[0]))
+    assert names == [names[0]] * 3
+
+
+def test_reading_changes_nothing(optimizer: WireOptimizer) -> None:
+    optimizer._skips.note(1, skipped=True)
+    before = ranks_of(optimizer, nodes_of(2, 1), 1.0)
+    fill(before)
+    digests = [digest(value for state in optimizer.state.values() for value in state.values())]
+    defaults, skips = dict(optimizer.defaults), dict(vars(optimizer._skips))
+    read(optimizer, run_of(before), "average")
+    digests.append(digest(value for state in optimizer.state.values() for value in state.values()))
+    assert digests[0] == digests[1]
+    assert (optimizer.defaults, vars(optimizer._skips)) == (defaults, skips)
 
 
 def test_names_of_parameters_stay() -> None:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.testbeds import eventually, is_gone
 from thinwire.cli.launch import WorkerError, run_workers
 
 Report = Callable[[Any], None]
@@ -89,3 +94,66 @@ def test_an_interrupt_leaves_no_process_behind() -> None:
     with pytest.raises(KeyboardInterrupt):
         run_workers(wait_for_ever, 2, (), interrupt)
     assert_gone(messages[0])
+
+
+def interrupt_oneself(report: Report) -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.1)
+    report_pids(report)
+
+
+@pytest.mark.timeout(90)
+def test_workers_do_not_see_ctrl_c() -> None:
+    messages: list[list[int]] = []
+    run_workers(interrupt_oneself, 2, (), messages.append)
+    assert len(messages) == 1
+
+
+def use_gloo_until_the_end(report: Report) -> None:
+    report_pids(report)
+    # Left under way: gloo's threads still hold these when the worker is through.
+    tensors = [torch.ones(1000) for _ in range(50)]
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+    assert len(works) == 50
+
+
+@pytest.mark.timeout(90)
+def test_workers_end_while_gloo_still_works(capfd: pytest.CaptureFixture[str]) -> None:
+    messages: list[list[int]] = []
+    for _ in range(3):
+        run_workers(use_gloo_until_the_end, 2, (), messages.append)
+    assert len(messages) == 3
+    assert capfd.readouterr().err == ""
+
+
+PARENT = """
+from tests.unit.test_launch import wait_for_ever
+from thinwire.cli.launch import run_workers
+if __name__ == "__main__":
+    run_workers(wait_for_ever, 2, (), lambda pids: print(*pids, flush=True))
+"""
+
+
+@pytest.mark.timeout(90)
+def test_workers_die_with_their_parent(tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT)
+    environment = {**os.environ, "PYTHONPATH": f"{Path.cwd()}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment) as parent:
+        assert parent.stdout is not None
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) == 2
+        parent.kill()
+    assert eventually(lambda: all(map(is_gone, pids)), seconds=10)
+
+
+@pytest.mark.timeout(90)
+def test_an_argument_larger_than_a_pipe_arrives() -> None:
+    """A pipe holds 64 kB, so arguments travel in a file."""
+    sizes: list[int] = []
+    run_workers(tell_size, 2, ("x" * 10_000_000,), sizes.append)
+    assert sizes == [10_000_000]
+
+
+def tell_size(report: Report, text: str) -> None:
+    report(len(text))

@@ -142,7 +142,7 @@ def test_torch_is_the_only_dependency(wheel: Path) -> None:
     metadata = metadata_of(wheel)
     required = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
     assert required == ["torch>=2.6"]
-    assert set(metadata.get_all("Provides-Extra", [])) == {"bench", "cli", "dev", "gpu"}
+    assert set(metadata.get_all("Provides-Extra", [])) == {"bench", "cli", "dev", "docs", "gpu"}
     assert metadata["Requires-Python"] == ">=3.10"
 
 

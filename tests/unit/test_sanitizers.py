@@ -23,10 +23,14 @@ def last_words(isa: str, call: Callable[[], object]) -> tuple[int, str]:
     with tempfile.TemporaryFile() as said:
         child = os.fork()
         if child == 0:
-            os.dup2(said.fileno(), 2)
-            native.use_isa(isa)
-            call()
-            os._exit(0)
+            code = 2
+            try:
+                os.dup2(said.fileno(), 2)
+                native.use_isa(isa)
+                call()
+                code = 0
+            finally:
+                os._exit(code)  # whatever is raised: a child that went on would run all tests once more, and fork again
         _, status = os.waitpid(child, 0)
         said.seek(0)
         return os.waitstatus_to_exitcode(status), said.read().decode(errors="replace")

@@ -45,7 +45,7 @@ def test_what_happens_before_it_has_settled_does_not_count() -> None:
 def test_memory_that_grows_at_every_step_is_told() -> None:
     assert growth_of(0, samples(rss_bytes=2_000)).complaints() == []  # 0.9 %
     (complaint,) = growth_of(3, samples(rss_bytes=2_400)).complaints()
-    assert complaint == "rank 3: memory has grown by 1.08%, the bar is 1%"
+    assert complaint == "rank 3: memory has grown by 1.08%, the limit is 1%"
 
 
 @pytest.mark.parametrize("name", ["descriptors", "threads"])

@@ -9,7 +9,7 @@ import shutil
 import signal
 import struct
 import subprocess
-import sysconfig
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -407,8 +407,11 @@ def test_a_whole_study_that_is_stopped_and_goes_on(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_ends_it_and_all_its_runs(tmp_path: Path) -> None:
-    script = Path(sysconfig.get_path("scripts"), "thinwire")
-    command = [script, "study", "--output", tmp_path, "--text", sources(tmp_path).text, "--task", "text", "--jobs", "2"]
+    # A shell starts its background jobs with SIGINT ignored, and these tests may run in one.
+    main = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    main += "; from thinwire.cli.app import main; main()"
+    folder, text = tmp_path / "out", sources(tmp_path).text
+    command = [sys.executable, "-c", main, "study", "--output", folder, "--text", text, "--task", "text", "--jobs", "2"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True) as study:
         try:
             children = Path(f"/proc/{study.pid}/task/{study.pid}/children")

@@ -25,13 +25,22 @@ What is on the disk::
       000017-step-1200/        a number that orders them, then the step
         manifest.json          what was saved by whom; size and SHA-256 of every file, and of itself
         model.pt               the state dict of the model, for anybody to use
-        rank-00000.pt …        one a rank: its optimizer's state, its buffers, its random states, its `extra`
+        rank-00000.pt …        one per rank: its optimizer's state, its buffers, its random states, its `extra`
+      .lock                    held by the run that writes to the directory; says which process that is
 
 Between two synchronisations of 0/1 Adam, when replicas differ, rank files hold each rank's model as well, and model.pt
 is that of one rank: call `opt.synchronize()` before you save one that is to be used.
 
 The directory may be on a file system that all machines share, or on a local disk of each: a machine keeps the files of
-its own ranks then. One run at a time uses a directory.
+its own ranks then.
+
+One run at a time writes to a directory. From its first `save` on a run holds an OS lock (flock) on `.lock`, until its
+optimizer is closed or collected, or its processes end. A second run that saves to the same directory gets a
+BlockingIOError on all its ranks before it has written anything. The lock ends with the process that holds it, be it
+killed: nothing has to be removed before a restart, and a `.lock` that is left behind locks nothing. Ranks of one run
+share the lock, and so do optimizers of one process. `load` needs no lock: a checkpoint can be evaluated while its run
+goes on. On file systems without locks `save` says so in a RuntimeWarning and goes on without one; on NFS the lock holds
+between machines.
 
 A checkpoint is written under a temporary name, brought to the disk (fsync), and then renamed. A crash at any moment
 leaves those before it whole; what it leaves half-written the next `save` removes. If machines crash between their
@@ -93,7 +102,9 @@ def save(
 
     Raises:
         TypeError, ValueError: on every rank, for arguments that are wrong on any.
-        OSError: on every rank, when any cannot write its part.
+        BlockingIOError: on every rank, when another run saves to this directory, or to that of any rank.
+        OSError: on every rank, when any cannot write its part; with the errno, and of the class, of the first that
+            cannot, and the ranks in its text.
         RuntimeError: on every rank, when any is between backward and `step()`.
     """
     return Saving(path, model, _wire(optimizer), step, extra, keep).run()
@@ -109,7 +120,11 @@ def load(
 ) -> Checkpoint | None:
     """Load the newest checkpoint that all ranks have. To be called by all ranks, before or after `thinwire.attach`.
 
-    Nothing is changed before all ranks have read what they need.
+    All ranks load it or none does. Everything is read, and checked against the model and the optimizer, on all ranks
+    before anything is changed. When loading fails all the same, in a hook of a module for example, all ranks go back to
+    what they had: parameters, buffers, extra state of modules, the optimizer's state and random states. For that a copy
+    of all of these is kept in host memory until the checkpoint is loaded: as much again as the model and its optimizer
+    take, besides what is read from the files.
 
     Args:
         path: the directory of checkpoints.
@@ -128,7 +143,7 @@ def load(
             but none in common.
         ValueError: on every rank, when the checkpoint is of another class, or of other ranks with
             `on_mismatch="error"`, or does not fit.
-        RuntimeError: on every rank, when the model is another one.
+        RuntimeError: on every rank, when the model is another one: other entries, shapes or dtypes.
     """
     return Loading(path, model, _wire(optimizer), on_mismatch, fallback).run()
 

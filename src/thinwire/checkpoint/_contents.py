@@ -37,7 +37,7 @@ def of_rank(model: nn.Module, optimizer: WireOptimizer, extra: dict[str, Any]) -
     return {
         "optimizer": optimizer.state_dict(),
         "model": _own_part(model, synchronized=optimizer.is_synchronized),
-        "random": _random_states(model),
+        "random": random_states(model),
         "extra": extra,
     }
 
@@ -48,7 +48,8 @@ def _own_part(model: nn.Module, *, synchronized: bool) -> Contents:
     return {name: value for name, value in model.state_dict().items() if name not in shared}
 
 
-def _random_states(model: nn.Module) -> Contents:
+def random_states(model: nn.Module) -> Contents:
+    """Where torch, on the CPU and on the model's GPUs, and Python are in drawing random numbers."""
     return {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
@@ -65,9 +66,77 @@ def restore_random_states(model: nn.Module, states: Contents) -> None:
         torch.cuda.set_rng_state(state, device)
 
 
+def check_random_states(model: nn.Module, states: Contents) -> None:
+    """See that `restore_random_states` will not fail, by giving the states to generators that nobody uses.
+
+    Raises:
+        ValueError: naming the one that is wrong.
+    """
+    devices = [torch.device("cpu"), *_cuda_devices(model)]
+    for device, state in zip(devices, [states["torch"], *states["cuda"]], strict=False):
+        try:
+            torch.Generator(device).set_state(state)
+        except Exception as error:  # of many kinds: of its type, shape, dtype, layout or contents
+            raise ValueError(f"the random state of torch for {str(device)!r} cannot be restored: {error}") from error
+    try:
+        random.Random().setstate(states["python"])
+    except Exception as error:
+        raise ValueError(f"the random state of Python cannot be restored: {error}") from error
+
+
 def _cuda_devices(model: nn.Module) -> list[torch.device]:
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     return sorted(devices, key=lambda device: device.index or 0)
+
+
+def check_model_state(module: nn.Module, state: Contents) -> None:
+    """See that a model has the entries of a state dict, with their shapes and dtypes.
+
+    A model with hooks or methods of its own for loading is not checked: they may rename entries and convert them.
+
+    Raises:
+        RuntimeError: naming those that differ.
+    """
+    if not _loads_as_torch_does(module):
+        return
+    own = module.state_dict()
+    complaints = []
+    for what, names in (("Missing", own.keys() - state.keys()), ("Unexpected", state.keys() - own.keys())):
+        if names:
+            complaints.append(f"{what} key(s) in state_dict: {_few(sorted(map(repr, names)))}")
+    differing = []
+    for name in own.keys() & state.keys():
+        ours, theirs = _form(own[name]), _form(state[name])
+        if isinstance(own[name], torch.Tensor) and ours != theirs:
+            differing.append(f"{name!r} is {theirs} in the checkpoint, {ours} in the model")
+    if differing:
+        complaints.append(_few(sorted(differing)))
+    if complaints:
+        raise RuntimeError(
+            f"the checkpoint is of another model than this {type(module).__name__}: {'; '.join(complaints)}"
+        )
+
+
+def _loads_as_torch_does(module: nn.Module) -> bool:
+    return type(module).load_state_dict is nn.Module.load_state_dict and not any(
+        part._load_state_dict_pre_hooks
+        or part._load_state_dict_post_hooks
+        or not type(part)._load_from_state_dict.__module__.startswith("torch.nn.modules.")
+        for part in module.modules()
+    )
+
+
+def _form(value: object) -> str:
+    """What must be the same of two tensors for one to be copied into the other as it is."""
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    kind = "" if value.layout == torch.strided else f", {value.layout}"
+    where = ", without values" if value.is_meta else ""
+    return f"{tuple(value.shape)} of {value.dtype}{kind}{where}"
+
+
+def _few(items: list[str], most: int = 8) -> str:
+    return ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")
 
 
 _PARTS = {"optimizer": dict, "model": dict, "random": dict, "extra": dict}

@@ -1,26 +1,34 @@
-"""Reading a checkpoint: all ranks take the same one, and none changes anything before all have read their part."""
+"""Loading a checkpoint, one stage after the other; all ranks end a stage before any begins the next.
+
+All ranks take the same one. They read it, and check all of it against their models and optimizers, before any of them
+changes anything. What fails on one rank when they do is undone on all.
+"""
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from torch import nn
 
 from thinwire.checkpoint import _contents
+from thinwire.checkpoint._before import Before
 from thinwire.checkpoint._contents import Contents, checked_model, checked_rank
 from thinwire.checkpoint._files import damaged, read_bytes, read_tensors
 from thinwire.checkpoint._manifest import MANIFEST, MODEL, Manifest, decode, rank_file
 from thinwire.checkpoint._store import Name, Store
 from thinwire.checkpoint._together import together
 from thinwire.errors import CorruptCheckpoint, PeerLost, name_ranks
+from thinwire.optimizers import _elastic, _state_dict
 from thinwire.optimizers._base import WireOptimizer
-from thinwire.optimizers._elastic import Policy, SavedRun, adopt
+from thinwire.optimizers._elastic import Policy, SavedRun
+
+T = TypeVar("T")
 
 OnMismatch = Literal["error", "average", "reset"]
 
@@ -96,6 +104,11 @@ class Loading:
             raise TypeError(f"model is {type(self._model).__name__}, expected a torch.nn.Module")
         if self._on_mismatch not in get_args(OnMismatch):
             raise ValueError(f"on_mismatch={self._on_mismatch!r}: expected 'error', 'average' or 'reset'")
+        if any(self._optimizer._encoded):
+            raise RuntimeError(
+                "checkpoint.load() between backward and step(): gradients of this step have been sent already. Load "
+                "before backward, or after step()"
+            )
         self._store = Store(Path(self._path))
         self._module = _contents.bare(self._model)
         return self._store.names()
@@ -152,43 +165,63 @@ class Loading:
 
     def _restore(self, directory: Path, manifest: Manifest) -> dict[str, Any]:
         """Give every rank back what it had."""
-        model_state, own = together(self._peers, lambda: _read(directory, manifest, self._peers.rank))
+        model_state, own = self._together(directory, lambda: _read(directory, manifest, self._peers.rank))
+
+        def check() -> None:
+            _contents.check_model_state(self._module, model_state)
+            with warnings.catch_warnings(record=True):  # what is warned of comes again when it is loaded
+                _state_dict.check(self._optimizer, own["optimizer"])
+            _contents.check_random_states(self._module, own["random"])
+
+        self._together(directory, check)
 
         def apply() -> None:
-            with _as_documented(directory):
-                self._load_model(model_state, own)
-                self._optimizer.load_state_dict(own["optimizer"])
-                _contents.restore_random_states(self._module, own["random"])
+            self._optimizer.load_state_dict(own["optimizer"])
+            _contents.restore_random_states(self._module, own["random"])
 
-        together(self._peers, apply)
+        self._change(directory, model_state, apply)
         return own["extra"]
 
     def _adopt(self, directory: Path, manifest: Manifest, how: Policy) -> dict[str, Any]:
         """Let ranks that are others than those that saved make a state of what there is."""
 
-        def read() -> tuple[Contents, Contents]:
+        def read() -> tuple[Contents, Contents, _elastic.Estate]:
             _require_all(directory, manifest)
-            for rank in range(1, manifest.world_size):
-                _read_rank(directory, manifest, rank)  # to see that it can be; there may be no room for all at once
-            return _read(directory, manifest, 0)
+            model_state, first = _read(directory, manifest, 0)
+            _contents.check_model_state(self._module, model_state)
 
-        model_state, first = together(self._peers, read)
+            def state_of(rank: int) -> dict[str, Any]:
+                # One after another: there may be no room for all at once.
+                return (first if rank == 0 else _read_rank(directory, manifest, rank))["optimizer"]
 
-        def state_of(rank: int) -> dict[str, Any]:
-            return first["optimizer"] if rank == 0 else _read_rank(directory, manifest, rank)["optimizer"]
+            run = SavedRun(manifest.nodes, manifest.bucket_mb, state_of)
+            return model_state, first, _elastic.read(self._optimizer, run, how)
 
-        def apply() -> None:
-            with _as_documented(directory):
-                self._load_model(model_state, first)
-                adopt(self._optimizer, SavedRun(manifest.nodes, manifest.bucket_mb, state_of), how)
-
-        together(self._peers, apply)
+        model_state, first, estate = self._together(directory, read)
+        self._change(directory, model_state, lambda: _elastic.hand_over(self._optimizer, estate))
         return first["extra"]
 
-    def _load_model(self, model_state: Contents, own: Contents) -> None:
-        # In place: the state dict has versions of modules in an attribute.
-        model_state.update(own["model"])
-        self._module.load_state_dict(model_state, strict=True)
+    def _change(self, directory: Path, model_state: Contents, apply: Callable[[], None]) -> None:
+        """Load the model, then the rest, on all ranks or none."""
+        before = together(self._peers, lambda: Before(self._module, self._optimizer))
+        models_loaded = False
+        try:
+            self._together(directory, lambda: self._module.load_state_dict(model_state, strict=True))
+            # Only when all have come so far: an exchange that backward has begun is ended here, by all together.
+            models_loaded = True
+            self._together(directory, apply)
+        except BaseException:
+            before.restore(optimizer=models_loaded)
+            raise
+
+    def _together(self, directory: Path, action: Callable[[], T]) -> T:
+        """The same for all ranks, with errors as `load` documents them."""
+
+        def documented() -> T:
+            with _as_documented(directory):
+                return action()
+
+        return together(self._peers, documented)
 
 
 def _read_manifest(directory: Path, name: Name) -> Manifest:
@@ -205,10 +238,12 @@ def _read_manifest(directory: Path, name: Name) -> Manifest:
 
 
 def _read(directory: Path, manifest: Manifest, rank: int) -> tuple[Contents, Contents]:
-    """The model as all ranks have it, and what a rank had of its own."""
+    """The model as a rank had it, and what that rank had of its own."""
     path = directory / MODEL
     model_state = checked_model(path, read_tensors(path, manifest.files[MODEL]))
-    return model_state, _read_rank(directory, manifest, rank)
+    own = _read_rank(directory, manifest, rank)
+    model_state.update(own["model"])  # in place: the state dict has versions of modules in an attribute
+    return model_state, own
 
 
 def _read_rank(directory: Path, manifest: Manifest, rank: int) -> Contents:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import warnings
@@ -15,6 +16,7 @@ from thinwire._checks import MANY, is_integer
 from thinwire._version import __version__
 from thinwire.checkpoint import _contents
 from thinwire.checkpoint._files import make_directories, sync_directory, write_bytes, write_tensors
+from thinwire.checkpoint._lock import Claim, release
 from thinwire.checkpoint._manifest import MANIFEST, MODEL, Entry, Manifest, rank_file
 from thinwire.checkpoint._store import Name, Store, draw_token
 from thinwire.checkpoint._together import together
@@ -27,7 +29,6 @@ class _Proposal:
     """What a rank says before anything is written."""
 
     step: int
-    names: list[Name]
     token: str
 
 
@@ -63,6 +64,7 @@ class Saving:
         """
         peers = self._optimizer._peers
         self._agree(peers.gather(together(peers, self._propose)))
+        self._lock()
         try:
             entries = peers.gather(together(peers, self._write_own))
             together(peers, lambda: self._write_shared(entries))
@@ -80,7 +82,7 @@ class Saving:
         self._module = _contents.bare(self._model)
         self._contents = _contents.of_rank(self._module, self._optimizer, self._extra or {})
         make_directories(self._store.path)
-        return _Proposal(self._step, self._store.names(), draw_token())
+        return _Proposal(self._step, draw_token())
 
     def _agree(self, proposals: list[_Proposal]) -> None:
         steps = [proposal.step for proposal in proposals]
@@ -90,11 +92,25 @@ class Saving:
                 for step in sorted(set(steps))
             ]
             raise ValueError(f"ranks save different steps: {', '.join(told)}. A checkpoint is of one step on all ranks")
-        newest = max((name.sequence for proposal in proposals for name in proposal.names), default=0)
-        self._name = Name(newest + 1, self._step)
-        self._everywhere = set.intersection(*(set(proposal.names) for proposal in proposals)) | {self._name}
         self._token = proposals[0].token
         self._temporary = self._store.temporary(self._token)
+
+    def _lock(self) -> None:
+        """Keep other runs out of the directory, and choose the name of the checkpoint."""
+        peers, claim = self._optimizer._peers, Claim(self._store.path, self._token, self._optimizer)
+        try:
+            together(peers, claim.stake)
+            together(peers, claim.confirm)
+        except BaseException:
+            claim.withdraw()
+            raise
+        if not self._optimizer._at_close:
+            self._optimizer._at_close.append(functools.partial(release, id(self._optimizer)))
+        # Only now is nobody else at it.
+        seen: list[list[Name]] = peers.gather(together(peers, self._store.names))
+        newest = max((name.sequence for names in seen for name in names), default=0)
+        self._name = Name(newest + 1, self._step)
+        self._everywhere = set.intersection(*map(set, seen)) | {self._name}
 
     def _write_own(self) -> Entry:
         # Before anything is written, because the room may be needed. Several ranks may be at it at the same time, so

@@ -3,6 +3,7 @@
 000017-step-1200/       a checkpoint: a number that orders them, then the step
 .5f1c0a….tmp/           one that is being written, or was when its writer crashed
 .93be77….trash/         one that is being removed
+.lock                   see `_lock`
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 from thinwire.errors import CorruptCheckpoint, PeerLost, name_ranks
@@ -18,6 +19,16 @@ _KINDS: dict[str, type[Exception]] = {
 
 _NAMED = 8
 """So many different complaints are told; the others are counted."""
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """What a rank tells the others of an exception."""
+
+    kind: str
+    said: str
+    errno: int | None = None
+    """Of an OSError."""
 
 
 def together(peers: Peers, action: Callable[[], T]) -> T:
@@ -40,23 +51,28 @@ def together(peers: Peers, action: Callable[[], T]) -> T:
     return value
 
 
-def _describe(error: Exception) -> tuple[str, str]:
+def _describe(error: Exception) -> _Failure:
     kind = next((name for name, kind in _KINDS.items() if isinstance(error, kind)), None)
     if kind is None:
-        return RuntimeError.__name__, f"{type(error).__name__}: {error}"
-    return kind, str(error)
+        return _Failure(RuntimeError.__name__, f"{type(error).__name__}: {error}")
+    return _Failure(kind, str(error), error.errno if isinstance(error, OSError) else None)
 
 
-def _sum_up(outcomes: list[tuple[str, str] | None]) -> Exception:
-    failures = [(rank, *outcome) for rank, outcome in enumerate(outcomes) if outcome is not None]
-    complaints: dict[str, list[int]] = defaultdict(list)
-    for rank, _, said in failures:
-        complaints[said].append(rank)
+def _sum_up(outcomes: list[_Failure | None]) -> Exception:
+    failures = [(rank, outcome) for rank, outcome in enumerate(outcomes) if outcome is not None]
     # The same on all ranks, so that a caller who catches it does so on all.
-    kind = _KINDS[failures[0][1]]
+    first = failures[0][1]
+    complaints: dict[str, list[int]] = defaultdict(list)
+    for rank, failure in failures:
+        # Python puts the errno in front of an OSError's text, which need not have it a second time.
+        complaints[failure.said.removeprefix(f"[Errno {first.errno}] ")].append(rank)
     if len(complaints) == 1 and len(failures) == len(outcomes):
-        return kind(*complaints)
-    told = [f"{name_ranks(ranks)}: {said}" for said, ranks in list(complaints.items())[:_NAMED]]
-    if len(complaints) > _NAMED:
-        told.append(f"and {len(complaints) - _NAMED} more")
-    return kind("; ".join(told))
+        (text,) = complaints
+    else:
+        told = [f"{name_ranks(ranks)}: {said}" for said, ranks in list(complaints.items())[:_NAMED]]
+        if len(complaints) > _NAMED:
+            told.append(f"and {len(complaints) - _NAMED} more")
+        text = "; ".join(told)
+    if first.errno is not None:
+        return OSError(first.errno, text)  # Python makes it a PermissionError, or whatever the errno stands for
+    return _KINDS[first.kind](text)

@@ -17,6 +17,8 @@ except ModuleNotFoundError as error:
     if error.name not in {"typer", "rich"}:
         raise
     raise SystemExit(f"the thinwire command needs {error.name!r}: pip install 'thinwire[cli]'") from None
+except KeyboardInterrupt:
+    raise SystemExit(128 + signal.SIGINT) from None
 
 app = typer.Typer(
     name="thinwire",
@@ -40,4 +42,8 @@ def main() -> None:
     """Entry point of the ``thinwire`` script."""
     # By default SIGTERM ends Python on the spot; as an exception it lets a command end its workers, as Ctrl-C does.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    app()
+    try:
+        app()
+    except KeyboardInterrupt:
+        # typer turns it into an exit code only while a command runs, and not while it reads the arguments.
+        sys.exit(128 + signal.SIGINT)

@@ -17,25 +17,43 @@ from rich.table import Table
 
 import thinwire
 from thinwire.cli import bench_bytes, bench_exchange, bench_kernels
-from thinwire.cli.bench_exchange import SUBJECTS, Turn
+from thinwire.cli.bench_exchange import Turn
 from thinwire.cli.launch import WorkerError, run_workers
-from thinwire.cli.options import Downlink, downlink_of, integer, optimizer_name, output_file
+from thinwire.cli.options import (
+    MOST_RANKS,
+    Downlink,
+    check_elements,
+    downlink_of,
+    integer,
+    number,
+    optimizer_name,
+    output_file,
+)
+from thinwire.cli.registry import offered
 from thinwire.cli.report import byte_count
 from thinwire.cli.step import command as step_command
+from thinwire.cli.step.methods import LARGEST_BUCKET_MB, SMALLEST_BUCKET_MB
 from thinwire.cli.step.models import MODELS
 from thinwire.kernels import native
+
+FEWEST_ELEMENTS, MOST_ELEMENTS = 4096, 10**12
+MOST_REPEATS = 1_000_000
+MOST_WINDOWS = 4096
+LONGEST_TURN = 86_400.0
 
 app = typer.Typer(help="Measure, as ratios within one run.", no_args_is_help=True)
 
 _Json = Annotated[bool, typer.Option("--json", help="Print the figures as JSON instead of a table.")]
-_Out = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the figures to this file too, as JSON.")]
-_Ranks = Annotated[int, typer.Option(min=2, help="Local processes.")]
-_Repeats = Annotated[int, typer.Option(min=10, help="Rounds that count; medians are taken over them.")]
+_Out = Annotated[Path | None, output_file("Write the figures to this file too, as JSON.")]
+_Ranks = Annotated[int, integer(2, "Local processes.", maximum=MOST_RANKS)]
+_Repeats = Annotated[int, integer(10, "Rounds that count; medians are taken over them.", maximum=MOST_REPEATS)]
 
 
 @app.command()
 def kernels(
-    elements: Annotated[int, typer.Option(min=4096, help="Elements that every kernel runs over.")] = 25_000_000,
+    elements: Annotated[
+        int, integer(FEWEST_ELEMENTS, "Elements that every kernel runs over.", maximum=MOST_ELEMENTS)
+    ] = 25_000_000,
     repeats: _Repeats = 11,
     as_json: _Json = False,
     out: _Out = None,
@@ -46,10 +64,11 @@ def kernels(
             f"thinwire bench kernels: there are no native kernels to measure, {native.PATH} is missing", err=True
         )
         raise typer.Exit(1)
+    check_elements(elements, processes=1)
     rows = bench_kernels.measure(elements, repeats)
     if not as_json:
         table = Table(title=f"Kernels, {elements:,} elements, one thread, {bench_kernels.instruction_set()}")
-        for column in ("kernel", "ms", "bytes an element", "GB/s", "against", "its ms", "ratio", "bar"):
+        for column in ("kernel", "ms", "bytes an element", "GB/s", "against", "its ms", "ratio"):
             table.add_column(column, justify="left" if column in ("kernel", "against") else "right")
         for row in rows:
             table.add_row(
@@ -60,7 +79,6 @@ def kernels(
                 row.baseline,
                 f"{row.baseline_seconds * 1e3:.2f}",
                 f"{row.ratio:.2f}",
-                _bar(row.ratio, row.bar, higher_is_better=row.higher_is_better),
             )
         Console().print(table)
     settings = {"elements": elements, "repeats": repeats, "isa": bench_kernels.instruction_set()}
@@ -70,22 +88,27 @@ def kernels(
 @app.command()
 def exchange(
     ranks: _Ranks = 4,
-    optimizer: Annotated[str, optimizer_name(SUBJECTS, "What is measured")] = "birder",
-    elements: Annotated[int, typer.Option(min=4096, help="Size of the update.")] = 25_000_000,
+    optimizer: Annotated[str, optimizer_name(offered("bench exchange"), "What is measured")] = "birder",
+    elements: Annotated[int, integer(FEWEST_ELEMENTS, "Size of the update.", maximum=MOST_ELEMENTS)] = 25_000_000,
     repeats: _Repeats = 11,
-    batch: Annotated[int, typer.Option(min=1, help="Windows of 64 characters a rank, for the training step.")] = 2,
+    batch: Annotated[
+        int, integer(1, "Windows of 64 characters a rank, for the training step.", maximum=MOST_WINDOWS)
+    ] = 2,
     downlink: Annotated[
         Downlink | None, typer.Option(show_default="bit", help="What comes back from Birder's vote.")
     ] = None,
-    bucket_mb: Annotated[float | None, typer.Option(help="The optimizer's bucket_mb.")] = None,
+    bucket_mb: Annotated[
+        float | None, number(SMALLEST_BUCKET_MB, LARGEST_BUCKET_MB, "The optimizer's bucket_mb.")
+    ] = None,
     as_json: _Json = False,
     out: _Out = None,
 ) -> None:
     """A whole update and a training step between local ranks, against all-reduce + AdamW and DDP + AdamW."""
+    check_elements(elements, ranks)
     plan = bench_exchange.Plan(optimizer, elements, repeats, batch, downlink_of(optimizer, downlink), bucket_mb)
     rows: list[bench_exchange.Row] = _rows_of_workers(bench_exchange.measure, ranks, plan)
     if not as_json:
-        Console().print(_exchange_table(SUBJECTS[optimizer].label, ranks, rows))
+        Console().print(_exchange_table(plan.entry.label, ranks, rows))
     settings = {"ranks": ranks, **asdict(plan)}
     _write("exchange", settings, [asdict(row) for row in rows], as_json=as_json, out=out)
 
@@ -93,19 +116,18 @@ def exchange(
 @app.command(name="bytes")
 def whole_run(
     ranks: _Ranks = 4,
-    elements: Annotated[int, typer.Option(min=4096, help="Parameters of the model.")] = 262_144,
-    steps: Annotated[
-        int, typer.Option(min=10, help="Of 0/1 Adam; the others take a tenth of them.")
-    ] = bench_bytes.BAR_STEPS,
+    elements: Annotated[int, integer(FEWEST_ELEMENTS, "Parameters of the model.", maximum=MOST_ELEMENTS)] = 262_144,
+    steps: Annotated[int, integer(10, "Of 0/1 Adam; the others take a tenth of them.")] = 10_000,
     as_json: _Json = False,
     out: _Out = None,
 ) -> None:
     """Bytes over a whole run, dense steps included, counted between local ranks, against fp32 averages at all steps."""
+    check_elements(elements, ranks)
     plan = bench_bytes.Plan(elements, steps)
     rows: list[bench_bytes.Row] = _rows_of_workers(bench_bytes.measure, ranks, plan)
     if not as_json:
         table = Table(title=f"Bytes over whole runs, {elements:,} parameters, {ranks} local ranks")
-        for column in ("run", "steps", "dense", "silent", "sent a rank", "all dense", "ratio", "bar"):
+        for column in ("run", "steps", "dense", "silent", "sent a rank", "all dense", "ratio"):
             table.add_column(column, justify="left" if column == "run" else "right")
         for row in rows:
             table.add_row(
@@ -116,7 +138,6 @@ def whole_run(
                 byte_count(row.bytes_sent),
                 byte_count(row.baseline_bytes),
                 f"{row.ratio:.4f}",
-                _bar(row.ratio, row.bar, higher_is_better=False),
             )
         Console().print(table)
     _write("bytes", {"ranks": ranks, **asdict(plan)}, [asdict(row) for row in rows], as_json=as_json, out=out)
@@ -125,12 +146,15 @@ def whole_run(
 @app.command()
 def step(
     hosts: Annotated[int, integer(2, "Hosts, each with a link of its own.")] = 4,
-    ranks: Annotated[int, integer(1, "Ranks a host.")] = 1,
+    ranks: Annotated[int, integer(1, "Ranks a host.", maximum=MOST_RANKS)] = 1,
     rates: Annotated[str, typer.Option(help="What a host may send, in tc's words.")] = "100mbit,1gbit,unlimited",
     methods: Annotated[str, typer.Option(help=f"{', '.join(step_command.ALL_METHODS)}, or all.")] = "all",
     models: Annotated[str, typer.Option(help=f"{', '.join(MODELS)}, or all.")] = "lm-7m",
-    rounds: Annotated[int, integer(1, "Turns of each method at each rate; medians are taken over all of them.")] = 3,
-    seconds: Annotated[float, typer.Option(min=0.1, help="What the measured steps of a turn may take together.")] = 4.0,
+    rounds: Annotated[
+        int,
+        integer(1, "Turns of each method at each rate; medians are taken over all of them.", maximum=MOST_REPEATS),
+    ] = 3,
+    seconds: Annotated[float, number(0.1, LONGEST_TURN, "What the measured steps of a turn may take together.")] = 4.0,
     buckets: Annotated[str, typer.Option(metavar="MB,MB,…", help="Measure birder with these bucket_mb too.")] = "",
     from_json: Annotated[
         Path | None,
@@ -179,8 +203,8 @@ def _rows_of_workers(work: Callable[..., None], ranks: int, plan: object) -> lis
 
 def _exchange_table(label: str, ranks: int, rows: list[bench_exchange.Row]) -> Table:
     table = Table(title=f"{label} between {ranks} local ranks on loopback")
-    for column in ("what", label, "against", "its", "ratio", "bar", f"where {label}'s time went"):
-        numeric = column in (label, "its", "ratio", "bar")
+    for column in ("what", label, "against", "its", "ratio", f"where {label}'s time went"):
+        numeric = column in (label, "its", "ratio")
         table.add_column(column, justify="right" if numeric else "left")
     for row in rows:
         where = [
@@ -194,7 +218,6 @@ def _exchange_table(label: str, ranks: int, rows: list[bench_exchange.Row]) -> T
             row.baseline,
             _quantity(row.baseline_value, row.unit),
             f"{row.ratio:.2f}",
-            _bar(row.ratio, row.bar, higher_is_better=row.higher_is_better),
             ", ".join(where) + (" ms" if where else ""),
         )
     return table
@@ -202,13 +225,6 @@ def _exchange_table(label: str, ranks: int, rows: list[bench_exchange.Row]) -> T
 
 def _quantity(value: float, unit: str) -> str:
     return f"{value * 1e3:.1f} ms" if unit == "s" else f"{value:.2f} {unit}"
-
-
-def _bar(ratio: float, bar: float | None, *, higher_is_better: bool) -> str:
-    if bar is None:
-        return ""
-    met = ratio >= bar if higher_is_better else ratio <= bar
-    return f"{'≥' if higher_is_better else '≤'} {bar:.4g} {'met' if met else 'MISSED'}"
 
 
 def _write(

@@ -14,14 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import thinwire
 from thinwire.cli.bench_exchange import Turn
-from thinwire.cli.contenders import warm_up
 from thinwire.cli.launch import Report
+from thinwire.cli.registry import OPTIMIZERS
+from thinwire.cli.stages import warm_up
 from thinwire.optimizers._base import WireOptimizer
 
-BAR_STEPS = 10_000
-"""The length of a run for which 0/1 Adam's bar was set; longer ones send less a step."""
 _TURNS = 100
 """How often rank 0 shows life in a run."""
 
@@ -34,21 +32,24 @@ class Run:
     optimizer: Callable[..., WireOptimizer]
     settings: dict[str, Any]
     steps: int
-    bar: float | None
 
 
 def runs(steps: int) -> list[Run]:
     """All that are counted; `steps` is the length of the longest.
 
     0/1 Adam takes all of them. The ratio of the others does not depend on their number, nor does the share of 1-bit
-    Adam's warm-up: they have a tenth.
+    Adam's warm-up: they take a tenth.
     """
     tenth = max(1, steps // 10)
+
+    def run(name: str, steps: int, settings: dict[str, Any], note: str = "") -> Run:
+        return Run(OPTIMIZERS[name].label + note, OPTIMIZERS[name].optimizer, settings, steps)
+
     return [
-        Run("1-bit Adam, 15 % warm-up", thinwire.OneBitAdam, warm_up(tenth, (0.9, 0.999)), tenth, bar=0.19),
-        Run("0/1 Adam", thinwire.ZeroOneAdam, {}, steps, bar=0.02 if steps >= BAR_STEPS else None),
-        Run("CD-Adam", thinwire.CDAdam, {}, tenth, bar=None),
-        Run("SketchedAMSGrad", thinwire.SketchedAMSGrad, {}, tenth, bar=None),
+        run("onebit-adam", tenth, warm_up(tenth, (0.9, 0.999)), note=", 15 % warm-up"),
+        run("zero-one-adam", steps, {}),
+        run("cd-adam", tenth, {}),
+        run("sketched-amsgrad", tenth, {}),
     ]
 
 
@@ -67,7 +68,6 @@ class Row:
     baseline: str
     baseline_bytes: float
     ratio: float
-    bar: float | None
 
 
 @dataclass(frozen=True)
@@ -114,5 +114,4 @@ def _count(report: Report, run: Run, elements: int) -> Row:
         baseline="2(n-1)/n · 4 bytes a parameter and step",
         baseline_bytes=dense,
         ratio=mean / dense,
-        bar=run.bar,
     )

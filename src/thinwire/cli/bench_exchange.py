@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from thinwire.cli.charlm import CharTransformer, ModelShape
 from thinwire.cli.launch import Report
-from thinwire.cli.stages import OF_ALL_KINDS, SYNCHRONISING, WARMED_UP
+from thinwire.cli.registry import OPTIMIZERS, Entry
 from thinwire.optimizers._base import WireOptimizer
 
 SHAPE = ModelShape(layers=9, width=256, context=64)
@@ -29,76 +29,8 @@ VOCABULARY = 96
 
 
 @dataclass(frozen=True)
-class Subject:
-    """An optimizer that can be measured, and how much it may take."""
-
-    label: str
-    optimizer: Callable[..., WireOptimizer]
-    memory_bar: Callable[[int], float]
-    """Bytes a parameter, beyond it and its gradient, for so many ranks."""
-    stage: str = ""
-    """In which of its stages updates and training steps are measured, as the rows call it."""
-    settings: dict[str, Any] = field(default_factory=dict)
-    """With which all steps after the first `settling_steps` are in that stage."""
-    settling_steps: int = 0
-    every_kind: tuple[dict[str, Any], int] = ({}, 2)
-    """With which the first so many steps are of every kind that there is; each kind needs memory of its own."""
-    update_bar: float | None = None
-    training_bar: float | None = None
-
-
-def _with_owner_error(bytes_a_parameter: float) -> Callable[[int], float]:
-    """An owner remembers a float for each element of its shard."""
-    return lambda ranks: bytes_a_parameter + 4 / ranks
-
-
-_COMPRESSED = " in the compressed stage"
-
-SUBJECTS: dict[str, Subject] = {
-    "birder": Subject("Birder", thinwire.Birder, lambda _: 8.6, update_bar=3.0, training_bar=1.2),
-    "onebit-adam": Subject(
-        "1-bit Adam",
-        thinwire.OneBitAdam,
-        _with_owner_error(13.0),
-        stage=_COMPRESSED,
-        settings=WARMED_UP,
-        settling_steps=4,
-        every_kind=(WARMED_UP, 4),
-    ),
-    "zero-one-adam": Subject(
-        "0/1 Adam",
-        thinwire.ZeroOneAdam,
-        _with_owner_error(17.0),
-        stage=_COMPRESSED,
-        settings=SYNCHRONISING,
-        settling_steps=4,
-        every_kind=(OF_ALL_KINDS, 8),
-    ),
-    "onebit-lamb": Subject(
-        "1-bit LAMB",
-        thinwire.OneBitLamb,
-        _with_owner_error(21.0),
-        stage=_COMPRESSED,
-        settings=WARMED_UP,
-        settling_steps=4,
-        every_kind=(WARMED_UP, 4),
-    ),
-    # The first step of its signs is an exchange longer than the others.
-    "cd-adam": Subject("CD-Adam", thinwire.CDAdam, _with_owner_error(21.0), settling_steps=1),
-    "cd-adam-topk": Subject(
-        "CD-Adam with top-k",
-        thinwire.CDAdam,
-        _with_owner_error(26.0),
-        settings={"codec": "topk"},
-        every_kind=({"codec": "topk"}, 2),
-    ),
-    "sketched-amsgrad": Subject("SketchedAMSGrad", thinwire.SketchedAMSGrad, lambda _: 22.0),
-}
-
-
-@dataclass(frozen=True)
 class Plan:
-    """What to measure, and how often. ``optimizer`` is a name in ``SUBJECTS``."""
+    """What to measure, and how often. ``optimizer`` is a name in the registry."""
 
     optimizer: str
     elements: int
@@ -108,16 +40,13 @@ class Plan:
     bucket_mb: float | None
 
     @property
-    def subject(self) -> Subject:
-        """Who is measured."""
-        return SUBJECTS[self.optimizer]
+    def entry(self) -> Entry:
+        """The optimizer that is measured."""
+        return OPTIMIZERS[self.optimizer].with_downlink(self.downlink)
 
-    def build(self, params: Any, settings: dict[str, Any]) -> WireOptimizer:
-        """An optimizer of the kind that is measured."""
-        options = {**settings, "bucket_mb": self.bucket_mb}
-        if self.downlink is not None:
-            options["downlink"] = self.downlink
-        return self.subject.optimizer(params, **options)
+    def build(self, params: Any, settings: Mapping[str, Any]) -> WireOptimizer:
+        """The optimizer with these settings."""
+        return self.entry.build(params, {**settings, "bucket_mb": self.bucket_mb})
 
 
 @dataclass(frozen=True)
@@ -130,7 +59,6 @@ class Row:
     baseline: str
     baseline_value: float
     ratio: float
-    bar: float | None
     higher_is_better: bool
     details: dict[str, Any]
 
@@ -169,7 +97,6 @@ def _memory(ours: nn.Parameter, plan: Plan) -> Row:
         baseline="AdamW's two fp32 moments",
         baseline_value=8.0,
         ratio=extra / plan.elements / 8.0,
-        bar=plan.subject.memory_bar(dist.get_world_size()) / 8.0,
         higher_is_better=False,
         details={"bytes_in_tensors_per_parameter": counted / plan.elements},
     )
@@ -177,8 +104,8 @@ def _memory(ours: nn.Parameter, plan: Plan) -> Row:
 
 def _largest_tensor_bytes(ours: nn.Parameter, plan: Plan) -> int:
     """Take a step of every kind; the most bytes in tensors after any of them, touched or not."""
-    settings, steps = plan.subject.every_kind
-    optimizer = plan.build([ours], settings)
+    settings, steps = plan.entry.stages.every_kind
+    optimizer = plan.build([ours], {**plan.entry.options, **settings})
     largest = 0
     for _ in range(steps):
         optimizer.step()
@@ -188,7 +115,7 @@ def _largest_tensor_bytes(ours: nn.Parameter, plan: Plan) -> int:
 
 def _update(report: Report, ours: nn.Parameter, plan: Plan) -> Row:
     """Encode to applied, for one big gradient that is already there."""
-    optimizer = plan.build([ours], plan.subject.settings)
+    optimizer = plan.build([ours], plan.entry.measured())
     _settle(plan, optimizer.step)
     assert ours.grad is not None
     theirs = nn.Parameter(torch.zeros(plan.elements))
@@ -203,11 +130,10 @@ def _update(report: Report, ours: nn.Parameter, plan: Plan) -> Row:
     metrics = optimizer.metrics()
     mine, baseline = _take_turns(report, "update", plan.repeats, optimizer.step, all_reduce_and_adamw)
     return _speed_up(
-        f"update of {plan.elements:,} elements{plan.subject.stage}, encode to applied",
+        f"update of {plan.elements:,} elements{plan.entry.stages.measured_name}, encode to applied",
         mine,
         "all_reduce of fp32 + fused AdamW",
         baseline,
-        bar=plan.subject.update_bar,
         details=_where_time_went(metrics, optimizer.metrics()),
     )
 
@@ -216,7 +142,7 @@ def _training_step(report: Report, plan: Plan) -> Row:
     """Forward, backward and step of the 7 M transformer."""
     torch.manual_seed(0)
     ours, theirs = (DistributedDataParallel(CharTransformer(VOCABULARY, SHAPE)) for _ in range(2))
-    optimizer = plan.build(ours.parameters(), plan.subject.settings)
+    optimizer = plan.build(ours.parameters(), plan.entry.measured())
     thinwire.attach(ours, optimizer)
     adamw = torch.optim.AdamW(theirs.parameters(), fused=True)
     windows = torch.randint(VOCABULARY, (plan.batch, SHAPE.context + 1))
@@ -229,24 +155,23 @@ def _training_step(report: Report, plan: Plan) -> Row:
 
         return step
 
-    parameters = sum(p.numel() for p in ours.parameters())
+    parameters, stage = sum(p.numel() for p in ours.parameters()), plan.entry.stages.measured_name
     train_ours = train(ours, optimizer)
     _settle(plan, train_ours)
     before = optimizer.metrics()
     mine, baseline = _take_turns(report, "step", plan.repeats, train_ours, train(theirs, adamw))
     return _speed_up(
-        f"training step of a transformer of {parameters / 1e6:.1f} M parameters{plan.subject.stage}, overlapped",
+        f"training step of a transformer of {parameters / 1e6:.1f} M parameters{stage}, overlapped",
         mine,
         "DDP + fused AdamW",
         baseline,
-        bar=plan.subject.training_bar,
         details=_where_time_went(before, optimizer.metrics()),
     )
 
 
 def _settle(plan: Plan, step: Callable[[], object]) -> None:
     """Take the steps that come before the stage to be measured."""
-    for _ in range(plan.subject.settling_steps):
+    for _ in range(plan.entry.stages.settling_steps):
         step()
 
 
@@ -268,12 +193,10 @@ def _take_turns(
     return taken
 
 
-def _speed_up(
-    name: str, ours: list[float], baseline: str, theirs: list[float], *, bar: float | None, details: dict[str, Any]
-) -> Row:
+def _speed_up(name: str, ours: list[float], baseline: str, theirs: list[float], *, details: dict[str, Any]) -> Row:
     mine, other = statistics.median(ours), statistics.median(theirs)
     spread = {"seconds": _quartiles(ours), "baseline_seconds": _quartiles(theirs)}
-    return Row(name, mine, "s", baseline, other, other / mine, bar, True, {**spread, **details})
+    return Row(name, mine, "s", baseline, other, other / mine, True, {**spread, **details})
 
 
 def _quartiles(values: list[float]) -> list[float]:

@@ -11,9 +11,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from thinwire.cli import training
 from thinwire.cli.charlm import Corpus, ModelShape, load_text
-from thinwire.cli.contenders import CHALLENGERS, Race
 from thinwire.cli.launch import WorkerError, run_workers
-from thinwire.cli.options import Downlink, downlink_of, integer, optimizer_name, output_file
+from thinwire.cli.options import (
+    LARGEST_SEED,
+    MOST_RANKS,
+    Downlink,
+    downlink_of,
+    integer,
+    optimizer_name,
+    output_file,
+)
+from thinwire.cli.registry import offered
 from thinwire.cli.report import Comparison, print_comparison, write_json
 
 _MODEL = "Model and batch"
@@ -30,9 +38,9 @@ def demo(
             help="UTF-8 text to train on. Without it: the help texts that come with Python.",
         ),
     ] = None,
-    ranks: Annotated[int, integer(1, "Worker processes on this machine.")] = 4,
+    ranks: Annotated[int, integer(1, "Worker processes on this machine.", maximum=MOST_RANKS)] = 4,
     steps: Annotated[int, integer(1, "Training steps of each run.")] = 400,
-    optimizer: Annotated[str, optimizer_name(CHALLENGERS, "What takes AdamW's place")] = "birder",
+    optimizer: Annotated[str, optimizer_name(offered("demo"), "What takes AdamW's place")] = "birder",
     downlink: Annotated[
         Downlink | None,
         typer.Option(
@@ -40,13 +48,15 @@ def demo(
             help="What comes back from Birder's vote: a worker's bit, what most say, or the count of votes.",
         ),
     ] = None,
-    seed: Annotated[int, integer(0, "Decides the initial model, the data order and the sampling.")] = 0,
+    seed: Annotated[
+        int, integer(0, "Decides the initial model, the data order and the sampling.", maximum=LARGEST_SEED)
+    ] = 0,
     out: Annotated[Path, output_file("Where to write the picture.")] = Path("thinwire-demo.png"),
     json: Annotated[Path | None, output_file("Write all results to this file too.")] = None,
-    layers: Annotated[int, integer(1, "Blocks of the transformer.", _MODEL)] = 3,
-    width: Annotated[int, integer(1, "Width, a multiple of 32.", _MODEL)] = 128,
-    context: Annotated[int, integer(1, "Characters in a window.", _MODEL)] = 64,
-    batch: Annotated[int, integer(1, "Windows a step and worker.", _MODEL)] = 8,
+    layers: Annotated[int, integer(1, "Blocks of the transformer.", _MODEL, maximum=256)] = 3,
+    width: Annotated[int, integer(1, "Width, a multiple of 32.", _MODEL, maximum=8192)] = 128,
+    context: Annotated[int, integer(1, "Characters in a window.", _MODEL, maximum=8192)] = 64,
+    batch: Annotated[int, integer(1, "Windows a step and worker.", _MODEL, maximum=4096)] = 8,
 ) -> None:
     """Train a small character transformer twice with local workers, and compare.
 
@@ -61,18 +71,18 @@ def demo(
         shape = ModelShape(layers, width, context)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="'--width'") from None
-    race = Race(steps, seed, downlink_of(optimizer, downlink))
+    checked_downlink = downlink_of(optimizer, downlink)
     text = _checked_text(data, context)
     console = Console()
     source = str(data) if data else "the help texts of Python"
-    console.print(f"Training on {len(text):,} characters of {source}.", highlight=False)
+    console.print(f"Training on {len(text):,} characters of {source}.", markup=False, emoji=False, highlight=False)
 
     try:
         with _progress(console) as progress:
             comparison = Comparison(
                 *(
-                    _run(training.Plan(text, shape, batch, race, challenger), ranks, progress)
-                    for challenger in (None, optimizer)
+                    _run(training.Plan(text, shape, batch, steps, seed, name, checked_downlink), ranks, progress)
+                    for name in (None, optimizer)
                 )
             )
     except WorkerError as error:
@@ -81,10 +91,10 @@ def demo(
 
     print_comparison(console, comparison)
     plot_losses(out, comparison)
-    console.print(f"Wrote {out}", highlight=False, soft_wrap=True)
+    console.print(f"Wrote {out}", markup=False, emoji=False, highlight=False, soft_wrap=True)
     if json is not None:
         write_json(json, comparison)
-        console.print(f"Wrote {json}", highlight=False, soft_wrap=True)
+        console.print(f"Wrote {json}", markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
 def _checked_text(data: Path | None, context: int) -> str:
@@ -113,8 +123,8 @@ def _progress(console: Console) -> Progress:
 
 def _run(plan: training.Plan, ranks: int, progress: Progress) -> training.Outcome:
     """Train as planned while the bar moves; where there is no bar, say when the run is over."""
-    label = plan.contender.label
-    bar = progress.add_task(label, total=plan.race.steps, status=f"starting {ranks} workers")
+    label = plan.label
+    bar = progress.add_task(label, total=plan.steps, status=f"starting {ranks} workers")
     outcomes: list[training.Outcome] = []
 
     def hear(message: training.Progress | training.Outcome) -> None:
@@ -129,5 +139,5 @@ def _run(plan: training.Plan, ranks: int, progress: Progress) -> training.Outcom
         raise WorkerError("the workers ended without a result")
     if progress.disable:
         seconds = outcomes[0].cumulative_seconds[-1]
-        progress.console.print(f"{label}: {plan.race.steps} steps in {seconds:.1f} s", highlight=False)
+        progress.console.print(f"{label}: {plan.steps} steps in {seconds:.1f} s", highlight=False)
     return outcomes[0]

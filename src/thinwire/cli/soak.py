@@ -23,17 +23,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from thinwire.cli.contenders import CHALLENGERS, Race
 from thinwire.cli.launch import Report, WorkerError, run_workers
-from thinwire.cli.options import integer, optimizer_name, output_file
+from thinwire.cli.options import MOST_RANKS, integer, optimizer_name, output_file
+from thinwire.cli.registry import OPTIMIZERS, offered
 from thinwire.cli.report import byte_count
-from thinwire.optimizers._base import WireOptimizer
 
 SAMPLES = 100
 """How often a run is looked at."""
 SETTLED = 0.1
 """The share of a run after which nothing has a reason to grow."""
-RSS_BAR = 0.01
+RSS_LIMIT = 0.01
 """By how much a process may be larger in the end."""
 _PROCESS = Path("/proc/self")
 _COUNTS, _MOMENT = 3, 0.01
@@ -69,8 +68,8 @@ class Growth:
     def complaints(self) -> list[str]:
         """What it should not have done, for people to read."""
         told = []
-        if self.rss_growth >= RSS_BAR:
-            told.append(f"rank {self.rank}: memory has grown by {self.rss_growth:.2%}, the bar is {RSS_BAR:.0%}")
+        if self.rss_growth >= RSS_LIMIT:
+            told.append(f"rank {self.rank}: memory has grown by {self.rss_growth:.2%}, the limit is {RSS_LIMIT:.0%}")
         for name in ("descriptors", "threads"):
             before, after = getattr(self.settled, name), getattr(self.end, name)
             if before != after:
@@ -86,7 +85,7 @@ def growth_of(rank: int, samples: Sequence[Sample]) -> Growth:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to run. ``optimizer`` is a name in ``CHALLENGERS``."""
+    """What to run. ``optimizer`` is a name in the registry."""
 
     optimizer: str
     steps: int
@@ -113,8 +112,8 @@ def train(report: Report, plan: Plan) -> None:
     """Run on every rank; rank 0 reports `Progress`, and an `Outcome` in the end."""
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4)))
-    optimizer = CHALLENGERS[plan.optimizer](Race(plan.steps, seed=0)).build(model.parameters())
-    assert isinstance(optimizer, WireOptimizer), "all challengers are"
+    entry = OPTIMIZERS[plan.optimizer]
+    optimizer = entry.build(model.parameters(), entry.whole_run(plan.steps, seed=0))
     thinwire.attach(model, optimizer)
     inputs = torch.Generator().manual_seed(dist.get_rank())
     due = sample_steps(plan.steps)
@@ -165,8 +164,8 @@ def _entries(folder: str, before: int | None) -> int:
 
 def soak(
     steps: Annotated[int, integer(10, "Training steps.")] = 50_000,
-    ranks: Annotated[int, integer(1, "Worker processes on this machine.")] = 4,
-    optimizer: Annotated[str, optimizer_name(CHALLENGERS, "What trains")] = "birder",
+    ranks: Annotated[int, integer(1, "Worker processes on this machine.", maximum=MOST_RANKS)] = 4,
+    optimizer: Annotated[str, optimizer_name(offered("demo"), "What trains")] = "birder",
     json: Annotated[Path | None, output_file("Write all samples to this file.")] = None,
 ) -> None:
     """Train a tiny model for very long, and see that no rank's memory, descriptors or threads grow.
@@ -223,7 +222,7 @@ def _write(path: Path, plan: Plan, outcome: Outcome, growths: Sequence[Growth], 
     results = {
         **asdict(plan),
         "steps_per_second": plan.steps / outcome.seconds,
-        "rss_bar": RSS_BAR,
+        "rss_limit": RSS_LIMIT,
         "ranks": [
             {
                 "rss_growth": growth.rss_growth,

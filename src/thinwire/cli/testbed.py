@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from thinwire.cli.options import MOST_RANKS
 from thinwire.testbed import Testbed, TestbedUnavailable, check_ranks, parse_delay, parse_rate, remove_leftovers
 
 app = typer.Typer(help="Slow networks on this machine, for any command.", no_args_is_help=True)
@@ -24,12 +25,18 @@ def _checked_by(refuse: Callable[[Any], object], description: str) -> Any:
     return typer.Option(callback=check, help=description)
 
 
+def _check_ranks(ranks: int) -> None:
+    check_ranks(ranks)
+    if ranks > MOST_RANKS:
+        raise ValueError(f"ranks must be at most {MOST_RANKS}, got {ranks}")
+
+
 # What follows the command's name belongs to it, with or without `--` before it.
 @app.command(context_settings={"allow_interspersed_args": False})
 def run(
     command: Annotated[list[str], typer.Argument(help="What every rank runs, with its arguments.")],
     hosts: Annotated[int, _checked_by(Testbed, "Hosts, each with a link of its own to one switch.")] = 2,
-    ranks: Annotated[int, _checked_by(check_ranks, "Processes a host.")] = 1,
+    ranks: Annotated[int, _checked_by(_check_ranks, "Processes a host.")] = 1,
     rate: Annotated[
         str, _checked_by(parse_rate, "What each host may send: 100mbit, 1gbit, ... or unlimited.")
     ] = "unlimited",

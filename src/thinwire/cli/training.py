@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from statistics import median
@@ -17,11 +18,13 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import thinwire
 from thinwire.cli.charlm import CharTransformer, Corpus, ModelShape
-from thinwire.cli.contenders import CHALLENGERS, Contender, Race, adamw
 from thinwire.cli.launch import Report
+from thinwire.cli.registry import OPTIMIZERS, WEIGHT_DECAY, Entry
 from thinwire.cli.schedule import is_due, learning_rate_factor
 from thinwire.optimizers._base import WireOptimizer
 
+# As for thinwire's optimizers: betas of the study, the best of a few learning rates in one run each.
+ADAMW = {"lr": 5e-3, "betas": (0.7, 0.95), "weight_decay": WEIGHT_DECAY, "fused": True}
 EVALUATIONS = 12
 PROBES = 20
 # The first steps build DDP's buckets, fault memory in and fill caches; they say nothing about the rest.
@@ -33,18 +36,35 @@ SECONDS_BETWEEN_REPORTS = 0.1
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that decides a run. ``challenger`` is a name in ``CHALLENGERS``, or None for DDP + AdamW."""
+    """Everything that decides a run. ``optimizer`` is a name in the registry, or None for AdamW."""
 
     text: str
     shape: ModelShape
     batch: int
-    race: Race
-    challenger: str | None
+    steps: int
+    seed: int
+    optimizer: str | None
+    downlink: str | None = None
 
     @property
-    def contender(self) -> Contender:
-        """Who trains."""
-        return adamw() if self.challenger is None else CHALLENGERS[self.challenger](self.race)
+    def entry(self) -> Entry | None:
+        """What the registry says of the optimizer; None for AdamW."""
+        return None if self.optimizer is None else OPTIMIZERS[self.optimizer].with_downlink(self.downlink)
+
+    @property
+    def label(self) -> str:
+        """The name of the run in tables and pictures."""
+        return "DDP + AdamW" if self.entry is None else f"DDP + {self.entry.label}"
+
+    def settings(self) -> dict[str, Any]:
+        """Arguments of the optimizer."""
+        return dict(ADAMW) if self.entry is None else self.entry.whole_run(self.steps, self.seed)
+
+    def build(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """Make the optimizer for these parameters."""
+        if self.entry is None:
+            return torch.optim.AdamW(parameters, **self.settings())
+        return self.entry.build(parameters, self.settings())
 
 
 @dataclass(frozen=True)
@@ -115,11 +135,11 @@ def train(report: Report, plan: Plan) -> None:
     """Train as the plan says; rank 0 reports ``Progress`` now and then, and an ``Outcome`` at the end."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     corpus = Corpus.from_text(plan.text, plan.shape.context)
-    seed, steps = plan.race.seed, plan.race.steps
+    seed, steps = plan.seed, plan.steps
     torch.manual_seed(seed)
     model = DistributedDataParallel(CharTransformer(corpus.vocabulary_size, plan.shape))
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    optimizer = plan.contender.build(model.parameters())
+    optimizer = plan.build(model.parameters())
     if isinstance(optimizer, WireOptimizer):
         thinwire.attach(model, optimizer)
     schedule = LambdaLR(optimizer, lambda step: learning_rate_factor(step, steps))
@@ -150,8 +170,8 @@ def train(report: Report, plan: Plan) -> None:
 
     report(
         Outcome(
-            label=plan.contender.label,
-            settings=plan.contender.settings,
+            label=plan.label,
+            settings=plan.settings(),
             ranks=ranks,
             steps=steps,
             parameters=parameters,
@@ -163,8 +183,8 @@ def train(report: Report, plan: Plan) -> None:
             cumulative_bytes=record.bytes_sent,
             validation_losses=validation_losses,
             metrics=asdict(optimizer.metrics()) if isinstance(optimizer, WireOptimizer) else None,
-            remark=plan.contender.remark,
-            overlaps=plan.contender.overlaps,
+            remark=None if plan.entry is None else plan.entry.stages.remark(steps),
+            overlaps=plan.entry is None or plan.entry.overlaps,
         )
     )
 

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import abc
 
+import torch
 from torch import Tensor
+
+from thinwire.kernels.bounds import need
 
 
 class Codec(abc.ABC):
@@ -23,15 +26,35 @@ class Codec(abc.ABC):
 
     @abc.abstractmethod
     def encode(self, values: Tensor, packet: Tensor) -> None:
-        """Write a vector into `packet`, a uint8 tensor of `nbytes(len(values))` bytes at a multiple of 8."""
+        """Write a vector into `packet`, a uint8 tensor of `nbytes(len(values))` bytes at a multiple of 8.
+
+        Raises:
+            TypeError: when `values` is not float32, or `packet` not uint8.
+            ValueError: when either is not a contiguous row, is on another device than the other, or has torch's
+                negative bit, or when the packet has another size.
+        """
 
     @abc.abstractmethod
     def decode(self, packet: Tensor, values: Tensor, weight: float = 1.0) -> None:
         """Add to `values` what a packet says, times `weight`.
 
         Raises:
-            ValueError: when no encoding looks like that packet.
+            TypeError: as `encode`.
+            ValueError: as `encode`, and when no encoding looks like that packet.
         """
+
+    def _check(self, values: Tensor, packet: Tensor) -> None:
+        """Kernels walk memory, and not all backends by what torch knows of it."""
+        name, size = type(self).__name__, self.nbytes(values.numel())
+        need(name, "packet", packet, torch.uint8, 0, packet.device if values.is_meta else values.device)
+        need(name, "values", values, torch.float32, 0, packet.device)
+        if values.dim() != 1:
+            raise ValueError(f"{name}: values has the shape {tuple(values.shape)}: expected a row of elements")
+        if packet.shape != (size,):
+            raise ValueError(
+                f"{name}: packet has the shape {tuple(packet.shape)}: expected a row of {size} bytes, for "
+                f"{values.numel()} elements"
+            )
 
 
 class Projection(Codec):

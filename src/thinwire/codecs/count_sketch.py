@@ -60,6 +60,7 @@ class CountSketch(AddingCodec):
 
     def encode(self, values: Tensor, packet: Tensor) -> None:
         """See `Codec`."""
+        self._check(values, packet)
         packet.zero_()
         self.add(values, packet)
 
@@ -69,6 +70,7 @@ class CountSketch(AddingCodec):
 
     def decode(self, packet: Tensor, values: Tensor, weight: float = 1.0) -> None:
         """See `Codec`."""
+        self._check(values, packet)
         self._kernels.sketch_estimate(self._table(packet), values, self._coefficients, first=0, weight=weight)
 
     def largest(self, packet: Tensor, peak: Tensor, ranges: Tensor, indices: Tensor) -> None:

@@ -17,8 +17,10 @@ class Floats(AddingCodec):
 
     def encode(self, values: Tensor, packet: Tensor) -> None:
         """See `Codec`."""
+        self._check(values, packet)
         packet.view(torch.float32)[: values.numel()] = values
 
     def decode(self, packet: Tensor, values: Tensor, weight: float = 1.0) -> None:
         """See `Codec`."""
+        self._check(values, packet)
         values.add_(packet.view(torch.float32)[: values.numel()], alpha=weight)

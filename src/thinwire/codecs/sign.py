@@ -50,6 +50,7 @@ class Sign(Projection):
 
     def encode(self, values: Tensor, packet: Tensor) -> None:
         """See `Codec`."""
+        self._check(values, packet)
         length, words = values.numel(), _words(values.numel())
         device = values.device
         sums = torch.zeros(1, 3, dtype=torch.float64, device=device)
@@ -76,6 +77,7 @@ class Sign(Projection):
 
     def decode(self, packet: Tensor, values: Tensor, weight: float = 1.0) -> None:
         """See `Codec`."""
+        self._check(values, packet)
         add_signs(
             self._kernels,
             _run(values.numel()),

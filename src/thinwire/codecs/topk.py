@@ -49,12 +49,14 @@ class TopK(Projection):
 
     def encode(self, values: Tensor, packet: Tensor) -> None:
         """See `Codec`."""
+        self._check(values, packet)
         indices, amounts = self._entries(packet)
         self._kernels.top_k(values, indices, self._scratch.for_(indices))
         torch.index_select(values, 0, indices, out=amounts)
 
     def decode(self, packet: Tensor, values: Tensor, weight: float = 1.0) -> None:
         """See `Codec`."""
+        self._check(values, packet)
         indices, amounts = self._entries(packet)
         if not self._kernels.sparse_add(values, indices, amounts, weight=weight):
             raise ValueError(f"a packet of top-k has indices beyond the {values.numel()} elements that there are")
@@ -67,5 +69,5 @@ class TopK(Projection):
         return math.ceil(self._ratio * length)
 
     def _entries(self, packet: Tensor) -> tuple[Tensor, Tensor]:
-        halves = packet.view(2, -1)
-        return halves[0].view(torch.int32), halves[1].view(torch.float32)
+        half = packet.numel() // 2
+        return packet[:half].view(torch.int32), packet[half:].view(torch.float32)

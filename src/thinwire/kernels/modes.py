@@ -5,10 +5,15 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 Scale = float | Tensor
 """What gradients are multiplied by: a number or, where only the device knows it, a tensor of one."""
+
+
+LARGEST = torch.finfo(torch.float32).max
+"""What a gradient may be at most where nobody squares it."""
 
 
 @dataclass

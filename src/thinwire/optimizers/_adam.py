@@ -12,8 +12,9 @@ from torch.optim.optimizer import ParamsT
 
 from thinwire.kernels.modes import Scale
 from thinwire.optimizers._base import WireOptimizer
+from thinwire.optimizers._inputs import check_number
 from thinwire.optimizers._options import Unpack, WireOptions
-from thinwire.optimizers._state import LayerNumbers, State
+from thinwire.optimizers._state import Check, LayerNumbers, State, Tensors, amounts, counts
 from thinwire.schemes import Scheme
 from thinwire.schemes.dense import Dense
 from thinwire.schemes.scaled_sign import ScaledSign
@@ -22,6 +23,9 @@ from thinwire.wire.mail import Part
 
 DENSE = "dense"
 SIGNS = "signs"
+SQUARABLE = 2.0**60
+"""The largest gradient that is squared. The square of a larger one may not be a float32, and would stay in the variance
+for good: a step with such a gradient is skipped, as one with an infinite gradient is."""
 
 
 class AdamLike(WireOptimizer):
@@ -42,27 +46,32 @@ class AdamLike(WireOptimizer):
         super().__init__(params, defaults, **wire)
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        if not 0 <= float(group["lr"]) < math.inf:
-            raise ValueError(f"lr={group['lr']!r}: expected a number >= 0")
+        check_number(group, "lr")
+        check_number(group, "eps", above=True)
+        check_number(group, "weight_decay")
         betas = group["betas"]
-        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        if not (
+            isinstance(betas, (tuple, list))
+            and len(betas) == 2
+            and all(isinstance(beta, (int, float)) and 0 <= beta < 1 for beta in betas)
+        ):
             raise ValueError(f"betas={betas!r}: expected two numbers in [0, 1)")
-        if not 0 < group["eps"] < math.inf:
-            raise ValueError(f"eps={group['eps']!r}: expected a number > 0")
-        if not 0 <= group["weight_decay"] < math.inf:
-            raise ValueError(f"weight_decay={group['weight_decay']!r}: expected a number >= 0")
 
     def _build(self) -> None:
         self._layers: list[LayerNumbers] = []
         super()._build()
 
     def _layer_numbers(
-        self, name: str, state: State, layout: Layout, dtype: torch.dtype, start: float = 0
+        self, name: str, state: State, layout: Layout, dtype: torch.dtype, start: float = 0, check: Check | None = None
     ) -> LayerNumbers:
-        """Numbers that are added to the state, read at the beginning of a step and written at its end."""
+        """Numbers that are added to the state, read at the beginning of a step and written at its end.
+
+        Unless `check` says otherwise integers count steps, and floats are finite and not negative.
+        """
         numbers = LayerNumbers(len(layout.slots), dtype, start)
         self._layers.append(numbers)
         state.layers[name] = numbers.tensor
+        state.checks[name] = check or (amounts if dtype.is_floating_point else counts)
         return numbers
 
     def _begin_step(self) -> None:
@@ -100,6 +109,9 @@ class AdamFamily(AdamLike):
         self._dense = Dense(self._kernels)
         return {DENSE: self._dense}, state
 
+    def _agreed_state(self) -> Tensors:
+        return {"v": self._v}
+
     def _on(self, name: str) -> bool:
         """Whether the step under way uses this channel."""
         return self._channel is self._channels.get(name)
@@ -107,7 +119,7 @@ class AdamFamily(AdamLike):
     def _local(
         self, position: int, part: Part, grad: Tensor | None, group: dict[str, Any], scale: Scale
     ) -> bool | None:
-        return self._dense.encode(part, grad, signed(scale, group))
+        return self._dense.encode(part, grad, signed(scale, group), SQUARABLE)
 
     def _apply_gradient(
         self,

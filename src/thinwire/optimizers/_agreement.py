@@ -5,6 +5,7 @@ A disagreement is found on every rank at once, because every rank sees all descr
 
 from __future__ import annotations
 
+import secrets
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
@@ -49,16 +50,25 @@ def describe(optimizer: WireOptimizer, names: dict[Tensor, str]) -> Description:
         # Ranks exchange moves, not values: replicas that start apart would stay apart.
         value = optimizer._agreed_value(len(params) - 1 - i)
         description[f"the checksum of the values of parameter {i}"] = checksum(value)
+    if optimizer._step_count > 0:
+        for name, tensor in optimizer._agreed_state().items():
+            description[f"the checksum of {name!r} of the optimizer's state"] = checksum(tensor)
     return description
 
 
-def require_agreement(peers: Peers, description: Description) -> None:
+def require_agreement(peers: Peers, description: Description) -> str:
     """Compare this rank's description, field by field, with everybody's.
+
+    Returns:
+        A name for what they are about to do together: the same on all ranks, and never used before.
 
     Raises:
         RuntimeError: on every rank, naming the first field that differs, its values, and the ranks that have them.
     """
-    everybody: list[Description] = peers.gather(description, "the agreement of all ranks")
+    answers: list[tuple[str, Description]] = peers.gather(
+        (secrets.token_hex(8), description), "the agreement of all ranks"
+    )
+    everybody = [described for _, described in answers]
     fields = list(dict.fromkeys(field for one in everybody for field in one))
     for field in fields:
         holders: dict[str, list[int]] = defaultdict(list)
@@ -67,3 +77,4 @@ def require_agreement(peers: Peers, description: Description) -> None:
         if len(holders) > 1:
             values = "; ".join(f"{value} on {name_ranks(ranks)}" for value, ranks in holders.items())
             raise RuntimeError(f"ranks disagree on {field}: {values}. It must be the same on all ranks.")
+    return answers[0][0]

@@ -26,7 +26,7 @@ from thinwire.kernels.modes import Scale
 from thinwire.metrics import Meter, Metrics
 from thinwire.optimizers import _state_dict
 from thinwire.optimizers._agreement import describe, require_agreement
-from thinwire.optimizers._inputs import LOW_PRECISION, check_dtypes, form_of, gradient_of, refuse_thawed
+from thinwire.optimizers._inputs import LOW_PRECISION, check_parameters, form_of, gradient_of, make_plain, refuse_thawed
 from thinwire.optimizers._options import spelled_out
 from thinwire.optimizers._paper import LOCAL
 from thinwire.optimizers._safety import ReplicaCheck, Skips
@@ -95,8 +95,15 @@ class WireOptimizer(UnseenSteps):
         self._names: dict[Tensor, str] = {}
         self._after_step: list[Callable[[], None]] = []
         """Whom to tell of every step, also one that ends in an error about many of them."""
-        # What load_state_dict is about to copy: our state, and pairs of (own, loaded).
-        self._loading: tuple[dict[Tensor, dict[str, Tensor]], list[tuple[Tensor, Tensor]]] = ({}, [])
+        self._loading: list[tuple[Tensor, Tensor]] = []
+        """Pairs of a tensor that is kept and what load_state_dict is about to copy into it."""
+        self._agreed = False
+        """Whether all ranks have ever agreed on the layout."""
+        self._closed = False
+        self._at_close: list[Callable[[], None]] = []
+        """What else ends with this optimizer."""
+        # Not self.defaults, to which torch adds entries of its own.
+        self._hyperparameters = frozenset(defaults)
         super().__init__(params, defaults)
         self._build()
         _state_dict.install(self)
@@ -112,7 +119,7 @@ class WireOptimizer(UnseenSteps):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, as in torch.optim; possible until the first step or `attach`."""
-        if self._traffic is not None or self._step_count > 0:
+        if self._agreed or self._step_count > 0:
             raise RuntimeError(
                 "add_param_group after the first step or attach: all ranks have agreed on a layout by now. Give the "
                 "optimizer all parameters when it is made, and freeze with requires_grad_(False) what shall wait"
@@ -120,8 +127,9 @@ class WireOptimizer(UnseenSteps):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
+            make_plain(group)
             self._check_group(group)
-            check_dtypes(group["params"])
+            check_parameters(group["params"])
             _state_dict.label(self, group)
             if self._built:
                 self._build()
@@ -158,15 +166,17 @@ class WireOptimizer(UnseenSteps):
         self._layout = layout
         schemes, self._kept = self._declare(layout)
         self._channels = {
-            name: Channel(scheme, layout, topology, local=name == LOCAL) for name, scheme in schemes.items()
+            name: Channel(scheme, layout, topology, number, local=name == LOCAL)
+            for number, (name, scheme) in enumerate(schemes.items())
         }
-        self.state.clear()
+        self._kept_of, self._shown_of = [], []
         for position, p in enumerate(self._flat_params):
             state = {"step": self._step_count, **self._kept.of(layout, topology.node, position, p)}
             if p.dtype in LOW_PRECISION:
                 order = torch.preserve_format if is_dense(p) else torch.contiguous_format
                 state["master"] = torch.empty_like(p, dtype=torch.float32, memory_format=order).copy_(p.detach())
-            self.state[p] = state
+            self._kept_of.append(state)
+        _state_dict.show(self)
         self._forms = [form_of(p) for p in self._flat_params]
         self._built = True
         self._begin_step()
@@ -178,32 +188,63 @@ class WireOptimizer(UnseenSteps):
     def _prepare(self, names: dict[Tensor, str] | None = None) -> None:
         """Before the first exchange: agree with everybody on everything, then open the lanes.
 
-        Called by the first `step()`, or by `attach`, which knows the parameters' names.
+        Called by the first `step()` after construction or `load_state_dict()`, or by `attach`, which knows the
+        parameters' names.
 
         Raises:
-            RuntimeError: on every rank, when ranks disagree.
+            RuntimeError: on every rank, when ranks disagree; after `close()`.
             ValueError: on every rank, when the ranks of nodes cannot be told, or are unequally many.
         """
         if self._traffic is not None and names is None:
             return
+        if self._closed:
+            raise RuntimeError(
+                f"this {type(self).__name__} is closed: make a new one, and load its state_dict(). A model that was "
+                "attached needs a new DistributedDataParallel around its module"
+            )
         self._peers.refuse_late_group()
         self._names = names or self._names
-        require_agreement(self._peers, describe(self, self._names))
+        _state_dict.refuse_changed(self, thoroughly=True)
+        name = require_agreement(self._peers, describe(self, self._names))
+        self._agreed = True
         if self._topology.complaint is not None:
             raise ValueError(self._topology.complaint)
         if self._traffic is None:
-            link = self._join()
+            link = self._join(name)
             self._traffic = Traffic(link) if self._side is None else StreamTraffic(link, self._side)
 
-    def _join(self) -> Link:
-        group = self._peers.private_group(self._topology.slice_ranks())
-        node_group = self._peers.private_group(self._topology.node_ranks())
+    def _join(self, name: str) -> Link:
+        """Connect this rank to those that it exchanges with; `name` is the same on all ranks, and new."""
+        peers, topology, device = self._peers, self._topology, self._layout.device
+        of_slice = peers.connect(topology.slice_ranks(), f"{name}/slice {topology.own_slice}", device)
+        of_node = peers.connect(topology.node_ranks(), f"{name}/node {topology.node}", device)
         node = None
-        if node_group is not None:
+        if of_node is not None:
             mail = self._channel.mail
-            arguments = (mail, self._topology, node_group, self._node_dtype, self._kernels, self._meter)
+            arguments = (mail, topology, of_node, self._node_dtype, self._kernels, self._meter)
             node = Node(*arguments) if self._side is None else DeviceNode(*arguments, self._side.report.status)
-        return Link(group, node_group, node, self._kernels, self._meter, threaded=self._peers.threaded)
+        return Link(of_slice, of_node, node, self._kernels, self._meter, threaded=peers.threaded)
+
+    def close(self) -> None:
+        """End the threads and connections of this optimizer. It takes no steps any more; its state can still be read.
+
+        An optimizer that is no longer referenced does this by itself when it is collected.
+        """
+        self._closed = True
+        self._disconnect()
+        while self._at_close:
+            self._at_close.pop()()
+
+    def _disconnect(self) -> None:
+        """End threads and connections until `_prepare` makes new ones.
+
+        Ranks that still expect packets of this one fail at once instead of taking those of another stage for theirs.
+        """
+        if self._traffic is not None:
+            self._traffic.close()
+            self._traffic = None
+            for channel in self._channels.values():
+                channel.disconnect()
 
     # A step ----------------------------------------------------------------------------------------------------------
 
@@ -237,8 +278,12 @@ class WireOptimizer(UnseenSteps):
                 loss = closure()
         scale = self._amp_scale()
         self._refuse_rates_on_devices(self.param_groups)
+        for group in self.param_groups:
+            make_plain(group)
+            self._check_group(group)
         self._refuse_capture(self._layout.device)
         refuse_thawed(self._frozen)
+        _state_dict.refuse_changed(self)
         rest = [position for position, encoded in enumerate(self._encoded) if not encoded]
         gradients = [gradient_of(self._flat_params[position]) for position in rest]
         self._prepare()
@@ -273,6 +318,10 @@ class WireOptimizer(UnseenSteps):
     def _encode_early(self, position: int, scale: Scale) -> None:
         """Encode one parameter's gradient before `step()` asks for it. Called by `attach` during backward."""
         self._refuse_capture(self._layout.device)
+        if self._traffic is None:
+            # After load_state_dict() all ranks agree again, in step(): not here, because backward passes of different
+            # ranks are at different places among the collectives of the user's own.
+            return
         with self._open_traffic().whole_or_not_at_all():
             self._encode(position, gradient_of(self._flat_params[position]), scale)
 
@@ -373,7 +422,7 @@ class WireOptimizer(UnseenSteps):
         for position in self._present():
             p, parts = self._flat_params[position], self._channel.mail.parts[position]
             dense = p if is_dense(p) else p.contiguous()
-            master = self.state[p].get("master")
+            master = self._kept_of[position].get("master")
             x, low = (dense, None) if master is None else (master, dense)
             self._turn(position)
             self._apply(position, parts, x, low, self._group_of(position))

@@ -22,6 +22,7 @@ what every worker keeps for itself there are two policies:
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -72,26 +73,41 @@ class SavedRun:
 
 
 @torch.no_grad()
-def adopt(optimizer: WireOptimizer, run: SavedRun, how: Policy) -> None:
-    """Go on from the states of a run. To be called on all ranks, when the model's parameters have been loaded.
-
-    Nothing is changed before all states have been read and checked. Parameters are changed where replicas differed
-    when they were saved.
+def read(optimizer: WireOptimizer, run: SavedRun, how: Policy) -> Estate:
+    """Read and check the states of all ranks of a run, for `hand_over`. Nothing is changed.
 
     Raises:
         ValueError: for states that are not of such an optimizer, or that make no sense in its topology.
     """
     if how not in get_args(Policy):
         raise ValueError(f"how={how!r}: expected 'average' or 'reset'")
-    estate = _Estate()
+    estate = Estate()
     for rank in range(run.size):
         _read(optimizer, run, rank, estate, private=how == "average")
+    return estate
+
+
+@torch.no_grad()
+def hand_over(optimizer: WireOptimizer, estate: Estate) -> None:
+    """Go on from the states of a run. To be called on all ranks, when the model's parameters have been loaded.
+
+    Parameters are changed where replicas differed when they were saved.
+    """
     heir = twin_of(optimizer, optimizer._peers, optimizer._topology, optimizer._bucket_mb)
     estate.hand_over(heir)
     optimizer.load_state_dict(heir.state_dict())
 
 
-def _read(optimizer: WireOptimizer, run: SavedRun, rank: int, estate: _Estate, *, private: bool) -> None:
+def adopt(optimizer: WireOptimizer, run: SavedRun, how: Policy) -> None:
+    """`read`, then `hand_over`.
+
+    Raises:
+        ValueError: as `read` does, before anything is changed.
+    """
+    hand_over(optimizer, read(optimizer, run, how))
+
+
+def _read(optimizer: WireOptimizer, run: SavedRun, rank: int, estate: Estate, *, private: bool) -> None:
     twin = twin_of(optimizer, Peers(None, rank, run.size), run.topology_of(rank), run.bucket_mb)
     twin.load_state_dict(run.state_of(rank))
     if twin._needs_compression and not optimizer._topology.compresses:
@@ -111,7 +127,8 @@ def twin_of(optimizer: WireOptimizer, peers: Peers, topology: Topology, bucket_m
     twin: WireOptimizer = object.__new__(type(optimizer))
     vars(twin).update(vars(optimizer))
     twin._peers, twin._topology, twin._bucket_mb = peers, topology, bucket_mb
-    twin._traffic, twin._loading, twin._built = None, ({}, []), False
+    twin._traffic, twin._loading, twin._built, twin._agreed = None, [], False, False
+    twin._skips = copy.copy(optimizer._skips)
     twin._step_count = torch.zeros_like(optimizer._step_count)
     # Not the parameters themselves but their values: what was frozen when the optimizer was made counts, not what is.
     held = set(optimizer._flat_params)
@@ -119,14 +136,16 @@ def twin_of(optimizer: WireOptimizer, peers: Peers, topology: Topology, bucket_m
         {**group, "params": [p.detach().requires_grad_(p in held) for p in group["params"]]}
         for group in optimizer.param_groups
     ]
-    Optimizer.__init__(twin, groups, optimizer.defaults)  # groups, state and hooks of its own
+    # Groups, state and hooks of its own. Groups are complete: torch adds to the defaults what no group needs.
+    Optimizer.__init__(twin, groups, {})
+    twin.defaults = dict(optimizer.defaults)
     twin._build()
     _state_dict.install(twin)
     return twin
 
 
 @dataclass
-class _Estate:
+class Estate:
     """What the ranks of a run leave behind, a rank after the other, with nothing in it of how the space was cut."""
 
     progress: dict[str, Any] = field(default_factory=dict)

@@ -13,7 +13,7 @@ from torch.optim.optimizer import ParamsT
 from thinwire.optimizers import _warmup
 from thinwire.optimizers._adam import DENSE, SIGNS, AdamFamily, check_error_dtype, check_floor, keep_signs
 from thinwire.optimizers._options import Unpack, WireOptions
-from thinwire.optimizers._state import State
+from thinwire.optimizers._state import State, steps_then_numbers
 from thinwire.optimizers._warmup import Warmup
 from thinwire.schemes import Scheme
 from thinwire.schemes.scaled_sign import ScaledSign
@@ -77,6 +77,7 @@ class FrozenVariance(AdamFamily):
         schemes, state = super()._declare(layout)
         self._warmup = Warmup(self._warmup_steps, self._largest_beta2(), len(self.param_groups))
         state.common["warmup"] = self._warmup.memory
+        state.checks["warmup"] = steps_then_numbers(2, freezes=self._topology.compresses)
         if self._topology.compresses:
             # The momentum as it was before the switch is not needed after it: what is kept of it then takes its place.
             memory = self._m.view(self._error_dtype)[: layout.own_size]

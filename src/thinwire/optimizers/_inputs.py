@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,21 +17,32 @@ LOW_PRECISION = (torch.bfloat16, torch.float16)
 _DTYPES = (torch.float32, *LOW_PRECISION)
 
 
-def check_dtypes(params: Iterable[Tensor]) -> None:
+def check_parameters(params: Iterable[Tensor]) -> None:
     """Refuse parameters that have no kernels.
 
     Raises:
-        TypeError: naming the dtype.
+        TypeError: naming the dtype, or the class of a tensor that has no memory of its own.
+        ValueError: for a parameter whose memory holds the negative of its values.
     """
     for p in params:
+        if hasattr(p, "__tensor_flatten__"):
+            raise TypeError(
+                f"a parameter of class {type(p).__name__}: kernels need the memory of an ordinary tensor. Expected a "
+                "torch.nn.Parameter that is not sharded or wrapped"
+            )
+        if p.is_neg():
+            raise ValueError(
+                f"a parameter of shape {tuple(p.shape)} is a lazily negated view (is_neg()): kernels would read its "
+                "memory with the wrong sign. Make it from tensor.resolve_neg()"
+            )
         if p.dtype not in _DTYPES:
             hint = "; torch.view_as_real gives a real one" if p.is_complex() else ""
             raise TypeError(f"a parameter of {p.dtype}: expected float32, bfloat16 or float16{hint}")
 
 
-def form_of(p: Tensor) -> tuple[torch.dtype, torch.device, torch.Size, tuple[int, ...]]:
+def form_of(p: Tensor) -> tuple[torch.dtype, torch.device, torch.Size, tuple[int, ...], str]:
     """What a parameter must not change once there is an optimizer."""
-    return p.dtype, p.device, p.shape, p.stride()
+    return p.dtype, p.device, p.shape, p.stride(), "lazily negated" if p.is_neg() else "as it is in memory"
 
 
 def refuse_thawed(frozen: Iterable[Tensor]) -> None:
@@ -70,6 +83,16 @@ def gradient_of(p: Tensor) -> Tensor | None:
         )
     if grad.dtype not in _DTYPES:
         raise TypeError(f"a gradient of {grad.dtype}: expected float32, bfloat16 or float16")
+    if grad.shape != p.shape or grad.device != p.device or hasattr(grad, "__tensor_flatten__"):
+        raise TypeError(
+            f"a gradient of class {type(grad).__name__}, shape {tuple(grad.shape)} on {grad.device}: expected an "
+            f"ordinary tensor of shape {tuple(p.shape)} on {p.device}, as its parameter is"
+        )
+    # Autograd hands out lazily negated views, for example from complex arithmetic. Kernels read memory, which has the
+    # opposite sign.
+    grad = grad.resolve_neg()
+    if grad._is_zerotensor():
+        grad = grad.clone()  # zeros without memory
     if not is_dense(p):
         return grad.contiguous()
     if grad.stride() == p.stride() or (grad.is_contiguous() and p.is_contiguous()):
@@ -85,3 +108,54 @@ def check_seed(seed: int) -> None:
     """
     if not is_integer(seed, 0, MANY):
         raise ValueError(f"seed={seed!r}: expected an integer in [0, 2**63)")
+
+
+def check_number(
+    group: dict[str, Any], name: str, *, above: bool = False, below: float = math.inf, none: str | None = None
+) -> None:
+    """Refuse a hyper-parameter that is not a finite number of at least 0.
+
+    Args:
+        group: of parameters.
+        name: of the hyper-parameter.
+        above: whether 0 is refused, too.
+        below: what it must be less than.
+        none: what None stands for, where it may be None.
+
+    Raises:
+        ValueError: naming it, its value, and what would be right.
+    """
+    value = group[name]
+    if value is None and none is not None:
+        return
+    try:
+        number = math.nan if value is None or isinstance(value, (bool, str, bytes)) else float(value)
+    except (TypeError, ValueError, RuntimeError):  # a list, a tensor of several numbers
+        number = math.nan
+    if not 0 <= number < below or (above and not number):
+        wanted = f"in [0, {below:g})" if below < math.inf else "> 0" if above else ">= 0"
+        alternative = "" if none is None else f", or None for {none}"
+        raise ValueError(f"{name}={value!r}: expected a number {wanted}{alternative}")
+
+
+def make_plain(group: dict[str, Any]) -> None:
+    """Turn the NumPy numbers of a parameter group into Python's: torch.load(weights_only=True) refuses to load them.
+
+    Schedules that are computed with NumPy leave them there, and np.float64 passes for a float everywhere else.
+    """
+    for key, value in group.items():
+        if key != "params" and type(value) not in _PLAIN:
+            group[key] = _plain(value)
+
+
+_PLAIN = (float, int, bool, str, type(None), Tensor)
+
+
+def _plain(value: Any) -> Any:
+    if type(value) in (tuple, list):
+        return value if all(type(each) in _PLAIN for each in value) else type(value)(map(_plain, value))
+    # NumPy's scalars and arrays, without importing NumPy, which torch can do without.
+    if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
+        numbers = value.tolist()
+        return tuple(numbers) if isinstance(numbers, list) else numbers
+    return value

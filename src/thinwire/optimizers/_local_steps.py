@@ -11,7 +11,7 @@ from torch import Tensor
 from thinwire.optimizers._adam import SIGNS, AdamFamily, keep_signs
 from thinwire.optimizers._intervals import Interval
 from thinwire.optimizers._paper import LOCAL
-from thinwire.optimizers._state import State
+from thinwire.optimizers._state import State, steps_then_numbers
 from thinwire.schemes import Scheme
 from thinwire.schemes.local import Alone, AmongNode
 from thinwire.schemes.scaled_sign import ScaledSign
@@ -35,14 +35,19 @@ class LocalSteps(AdamFamily):
         return not self._interval.local_steps
 
     def _progress(self) -> dict[str, Any]:
-        return {**super()._progress(), "the number of local steps since ranks were equal": self._interval.local_steps}
+        return {
+            **super()._progress(),
+            "the last step before the variance was frozen": self._interval.frozen_at or "none yet",
+            "the number of local steps since ranks were equal": self._interval.local_steps,
+        }
 
     def _declare(self, layout: Layout) -> tuple[dict[str, Scheme], State]:
         schemes, state = super()._declare(layout)
         self._interval = Interval(len(self.param_groups))
-        self._touched = self._layer_numbers("touched", state, layout, torch.int64)
+        self._touched = self._layer_numbers("touched", state, layout, torch.int64, check=_check_touched)
         """Bits for each parameter: `PRESENT` and `ANCHORED`."""
         state.common["interval"] = self._interval.memory
+        state.checks["interval"] = steps_then_numbers(2, freezes=self._topology.compresses)
         if not self._topology.compresses:
             return schemes, state
         self._signs = ScaledSign(layout, self._topology.node, self._kernels, self._error_dtype)
@@ -66,7 +71,7 @@ class LocalSteps(AdamFamily):
     def _agreed_value(self, position: int) -> Tensor:
         p = self._flat_params[position]
         if self._touched.now[position] & ANCHORED:
-            return self.state[p]["anchor"].to(p.dtype)
+            return self._kept_of[position]["anchor"].to(p.dtype)
         return super()._agreed_value(position)
 
     # When a run goes on with other ranks -----------------------------------------------------------------------------
@@ -89,8 +94,8 @@ class LocalSteps(AdamFamily):
         return State(own, whole, owned, layers=kept.layers, common=kept.common)
 
     def _anchors(self) -> dict[int, Tensor]:
-        params = enumerate(zip(self._flat_params, self._touched.now, strict=True))
-        return {position: self.state[p]["anchor"] for position, (p, touched) in params if touched & ANCHORED}
+        states = enumerate(zip(self._kept_of, self._touched.now, strict=True))
+        return {position: kept["anchor"] for position, (kept, touched) in states if touched & ANCHORED}
 
     def _inherit(self, values: Mapping[str, Tensor], anchors: Mapping[int, Tensor]) -> None:
         if self.is_synchronized:
@@ -117,16 +122,19 @@ class LocalSteps(AdamFamily):
         x = self._master(position).double()
         self._set_value(position, torch.where(v > 0, x * decay - u * v, x))
         m.copy_(u / rates)
-        self.state[p]["sent"].zero_()
-        self.state[p]["answered"].zero_()
+        self._kept_of[position]["sent"].zero_()
+        self._kept_of[position]["answered"].zero_()
 
     def _master(self, position: int) -> Tensor:
         """A parameter in float32: its master, or itself."""
-        p = self._flat_params[position]
-        return self.state[p].get("master", p)
+        return self._kept_of[position].get("master", self._flat_params[position])
 
     def _set_value(self, position: int, value: Tensor) -> None:
         p, master = self._flat_params[position], self._master(position)
         master.copy_(value)
         if master is not p:
             p.copy_(master)
+
+
+def _check_touched(bits: Tensor, step: int) -> str | None:
+    return None if int(bits) in range((PRESENT | ANCHORED) + 1) else "has other bits than PRESENT and ANCHORED"

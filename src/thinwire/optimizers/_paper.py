@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from thinwire.kernels.modes import Scale
-from thinwire.optimizers._state import State
+from thinwire.optimizers._state import State, Tensors
 from thinwire.schemes import Scheme
 from thinwire.wire.buckets import Layout
 from thinwire.wire.mail import Part
@@ -35,10 +35,17 @@ class Paper(Optimizer, abc.ABC):
     _channels: dict[str, Any]
     _flat_params: list[Tensor]
     """The parameters that take part, in the order of the flat space."""
+    _kept_of: list[Tensors]
+    """By position, what is kept for each of them."""
+    _shown_of: list[Tensors]
+    """The same memory in other tensors, which `state` shows to users: they may do to them what they like."""
 
     @abc.abstractmethod
     def _check_group(self, group: dict[str, Any]) -> None:
         """Refuse hyper-parameters that make no sense."""
+
+    def _complete_group(self, group: dict[str, Any]) -> None:
+        """Fill in hyper-parameters that a group of an older state dict lacks."""
 
     @abc.abstractmethod
     def _settings(self) -> dict[str, Any]:
@@ -70,6 +77,10 @@ class Paper(Optimizer, abc.ABC):
     def _progress(self) -> dict[str, Any]:
         """How far the run has come, on which all ranks must agree too."""
         return {"the number of steps taken": int(self._step_count)}
+
+    def _agreed_state(self) -> Tensors:
+        """What is kept that must be the same on all ranks now, to be compared before the first exchange."""
+        return {}
 
     def _channel_now(self) -> str:
         """The name of the scheme of the step under way; the only one, unless a paper says otherwise."""

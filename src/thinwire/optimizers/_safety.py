@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import struct
 from collections import defaultdict
 from typing import TYPE_CHECKING
@@ -13,6 +14,9 @@ from thinwire.optimizers._inputs import checksum
 
 if TYPE_CHECKING:
     from thinwire.optimizers._base import WireOptimizer
+
+
+_LOG = logging.getLogger("thinwire")
 
 
 class Skips:
@@ -36,17 +40,20 @@ class Skips:
         self._in_a_row = 0
 
     def note(self, step: int, *, skipped: bool) -> None:
-        """Count a step.
+        """Count a step, and log the first of several that are skipped.
 
         Raises:
             TooManySkips: on all ranks, because they skip together.
         """
         self._in_a_row = self._in_a_row + 1 if skipped else 0
+        if self._in_a_row == 1:
+            _LOG.warning("step %d was skipped on all ranks: a gradient was not finite, or its square is not", step)
         if self.most is not None and self._in_a_row >= self.most:
             raise TooManySkips(
-                f"{self._in_a_row} steps in a row, up to step {step}, had a gradient that was not finite on some rank, "
-                f"and were skipped (max_consecutive_skips={self.most}): nothing is learnt any more. Look for too large "
-                "a learning rate or a rank with bad data, and go on from a checkpoint before the first of them"
+                f"{self._in_a_row} steps in a row, up to step {step}, were skipped "
+                f"(max_consecutive_skips={self.most}), each because a gradient on some rank was not finite, or beyond "
+                "1e18, where its square overflows: nothing is learnt any more. Look for too large a learning rate or a "
+                "rank with bad data, and go on from a checkpoint before the first of them"
             )
 
 
@@ -107,7 +114,7 @@ def _name_of(optimizer: WireOptimizer, position: int) -> str:
 def _checksum_of(optimizer: WireOptimizer, position: int) -> int:
     """Of what all ranks hold of a parameter, and of its fp32 master."""
     value = checksum(optimizer._agreed_value(position))
-    master = optimizer.state[optimizer._flat_params[position]].get("master")
+    master = optimizer._kept_of[position].get("master")
     if master is None or not optimizer.is_synchronized:
         return value
     return value | checksum(master) << 32

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +14,8 @@ from thinwire.wire.buckets import WORD, Layout
 from thinwire.wire.memory import HOST
 
 Tensors = dict[str, Tensor]
+Check = Callable[[Tensor, int], str | None]
+"""Says what is wrong with a loaded tensor of counters, given the number of steps taken; None if nothing is."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,8 @@ class State:
     """An entry a parameter, in flat order."""
     common: Tensors = field(default_factory=dict)
     """As they are, given to every parameter."""
+    checks: dict[str, Check] = field(default_factory=dict)
+    """For entries that decide what steps do next: what a loaded value must be like."""
 
     def shared(self) -> State:
         """What is the same on all ranks; no shards, whose entries depend on where they are cut."""
@@ -74,3 +80,34 @@ class LayerNumbers:
     def write(self) -> None:
         """Put them back into the tensor."""
         self.tensor.copy_(torch.tensor(self.now, dtype=self.tensor.dtype, device=HOST))
+
+
+def counts(tensor: Tensor, step: int) -> str | None:
+    """Check numbers of steps."""
+    fine = all(0 <= value <= step for value in tensor.flatten().tolist())
+    return None if fine else f"counts steps beyond 0 to {step}"
+
+
+def amounts(tensor: Tensor, step: int) -> str | None:
+    """Check numbers that are finite and not negative."""
+    fine = all(0 <= value < math.inf for value in tensor.flatten().tolist())
+    return None if fine else "has a number that is negative or not finite"
+
+
+def steps_then_numbers(steps: int, *, freezes: bool) -> Check:
+    """A check of a vector whose first entries are numbers of steps, and the others any finite numbers.
+
+    Args:
+        steps: how many entries are numbers of steps. The first is the one at which something was frozen, or 0.
+        freezes: whether anything ever is: not where nothing is compressed.
+    """
+
+    def check(tensor: Tensor, step: int) -> str | None:
+        values = tensor.tolist()
+        if values[0] and not freezes:
+            return "says that the dense stage is over, which never ends where nothing is compressed"
+        if not all(0 <= value <= step and value == int(value) for value in values[:steps]):
+            return f"has steps beyond 0 to {step}"
+        return None if all(map(math.isfinite, values)) else "has a number that is not finite"
+
+    return check

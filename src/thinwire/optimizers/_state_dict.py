@@ -3,17 +3,27 @@
 torch casts every loaded state tensor to its parameter's dtype, which would round the fp32 state of bf16 parameters and
 break packed words. Its public hooks let us take the tensors out before that happens and copy them, unchanged, into the
 state that exists since construction. A rank has a state of its own and saves its own.
+
+Everything is checked before anything is changed: a state dict that is refused leaves the optimizer as it was.
 """
 
 from __future__ import annotations
 
+import copy
+import math
+import operator
 import warnings
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from thinwire._checks import MANY
+from thinwire.optimizers._inputs import make_plain
+from thinwire.optimizers._state import Tensors
 from thinwire.wire.memory import HOST
 
 if TYPE_CHECKING:
@@ -22,6 +32,9 @@ if TYPE_CHECKING:
 LABELS = ("wire_class", "wire_world_size", "wire_topology", "wire_buckets", "wire_rank", "wire_settings")
 """Entries of every parameter group that tell whose state it is: tools that take state dicts apart and put them together
 again (DCP, Accelerate) keep nothing but the groups and the parameters' state."""
+
+
+_MOST_STEPS = 2**62
 
 
 def label(optimizer: WireOptimizer, group: dict[str, Any]) -> None:
@@ -40,12 +53,72 @@ def _buckets(optimizer: WireOptimizer) -> str:
 
 def install(optimizer: WireOptimizer) -> None:
     """Register the hooks."""
-    optimizer.register_state_dict_pre_hook(_refuse_half_a_step)
+    optimizer.register_state_dict_pre_hook(_before_state_dict)
     optimizer.register_load_state_dict_pre_hook(_take_out)
     optimizer.register_load_state_dict_post_hook(_copy_in)
 
 
-def _refuse_half_a_step(registered: Optimizer) -> None:
+# What users see -------------------------------------------------------------------------------------------------------
+
+
+def show(optimizer: WireOptimizer) -> None:
+    """Let `optimizer.state` show what the optimizer keeps for each parameter."""
+    for position, kept in enumerate(optimizer._kept_of):
+        if position == len(optimizer._shown_of):
+            optimizer._shown_of.append({})
+        shown = optimizer._shown_of[position]
+        for name, tensor in kept.items():
+            if name not in shown or not _same_memory(shown[name], tensor):
+                shown[name] = tensor.detach()
+    optimizer.state = defaultdict(dict, zip(optimizer._flat_params, map(dict, optimizer._shown_of), strict=True))
+
+
+def refuse_changed(optimizer: WireOptimizer, *, thoroughly: bool = False) -> None:
+    """Refuse to go on when somebody has put something else into `optimizer.state`, which only shows what is kept.
+
+    Args:
+        optimizer: of thinwire.
+        thoroughly: whether to look at the memory of the tensors as well, and not only at which ones they are.
+
+    Raises:
+        RuntimeError: naming the first parameter and entry, and what to do instead.
+    """
+    state = optimizer.state
+    if not isinstance(state, dict) or len(state) != len(optimizer._flat_params):
+        raise _changed(optimizer, f"it has {len(state) if isinstance(state, dict) else type(state).__name__} entries")
+    for position, (p, shown) in enumerate(zip(optimizer._flat_params, optimizer._shown_of, strict=True)):
+        entries = state.get(p)
+        if not isinstance(entries, dict) or len(entries) != len(shown):
+            raise _changed(optimizer, f"parameter {optimizer._layout.slots[position].index} has other entries")
+        if not all(map(operator.is_, entries.values(), shown.values())) or (
+            thoroughly and not all(map(_same_memory, shown.values(), optimizer._kept_of[position].values()))
+        ):
+            _refuse_entries(optimizer, position, entries)
+
+
+def _same_memory(shown: Tensor, kept: Tensor) -> bool:
+    return shown.data_ptr() == kept.data_ptr() and shown.dtype == kept.dtype and shown.shape == kept.shape
+
+
+def _refuse_entries(optimizer: WireOptimizer, position: int, entries: dict[str, Any]) -> None:
+    shown, kept = optimizer._shown_of[position], optimizer._kept_of[position]
+    changed = [
+        name for name in kept if entries.get(name) is not shown[name] or not _same_memory(shown[name], kept[name])
+    ]
+    if changed:  # else they are the same, in another order
+        index = optimizer._layout.slots[position].index
+        raise _changed(optimizer, f"{', '.join(map(repr, changed))} of parameter {index}")
+
+
+def _changed(optimizer: WireOptimizer, what: str) -> RuntimeError:
+    return RuntimeError(
+        f"optimizer.state was changed: {what}. It only shows what {type(optimizer).__name__} works on, so the change "
+        "would have no effect. Write into its tensors in place, as in optimizer.state[p]['m'].zero_(); use "
+        "load_state_dict(); or make a new optimizer to start from nothing"
+    )
+
+
+def _before_state_dict(registered: Optimizer) -> None:
     optimizer = cast("WireOptimizer", registered)
     optimizer._learn()
     if any(optimizer._encoded):
@@ -53,44 +126,87 @@ def _refuse_half_a_step(registered: Optimizer) -> None:
             "state_dict() between backward and step(): gradients of this step have been sent already, and the state is "
             "neither that before it nor that after it. Save after step()"
         )
+    refuse_changed(optimizer, thoroughly=True)
+    for group in optimizer.param_groups:
+        make_plain(group)
+
+
+# Loading --------------------------------------------------------------------------------------------------------------
+
+
+def check(optimizer: WireOptimizer, state_dict: dict[str, Any]) -> None:
+    """Run all checks of `load_state_dict`, warnings included, and change nothing.
+
+    Raises:
+        TypeError: for what is not a state dict.
+        ValueError: for a state dict that is not of such an optimizer, or that no run can have saved.
+    """
+    _plan(optimizer, state_dict)
 
 
 def _take_out(registered: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     optimizer = cast("WireOptimizer", registered)
-    # Everything is checked here, before torch or we change anything.
-    groups = [dict(group) for group in state_dict["param_groups"]]
+    groups, copies = _plan(optimizer, state_dict)
+    optimizer._finish_exchange()
+    optimizer._loading = copies
+    return {"state": {}, "param_groups": groups}
+
+
+def _copy_in(registered: Optimizer) -> None:
+    optimizer = cast("WireOptimizer", registered)
+    copies, optimizer._loading = optimizer._loading, []
+    with torch.no_grad():
+        for own, loaded in copies:
+            own.copy_(loaded)
+    show(optimizer)
+    optimizer._skips.forget()
+    optimizer._begin_step()
+    # What travels depends on what was loaded, and another rank may have loaded something else, or nothing.
+    optimizer._disconnect()
+
+
+def _plan(
+    optimizer: WireOptimizer, state_dict: dict[str, Any]
+) -> tuple[list[dict[str, Any]], list[tuple[Tensor, Tensor]]]:
+    """The groups to be loaded, and pairs of a tensor that is kept and what is to be copied into it."""
+    states, groups = _checked_parts(state_dict)
+    if not groups:
+        raise ValueError("the state dict has no parameter groups")
+    saved_sizes, sizes = ([len(group["params"]) for group in of] for of in (groups, optimizer.param_groups))
     for group in groups:
         _check_label(optimizer, group)
-        label(optimizer, group)
-    saved_sizes, sizes = ([len(group["params"]) for group in of] for of in (groups, optimizer.param_groups))
     if saved_sizes != sizes:
         raise ValueError(f"the state dict has parameter groups of {saved_sizes} parameters, this optimizer of {sizes}")
+    for i, group in enumerate(groups):
+        _check_group(optimizer, i, group)
+        label(optimizer, group)
+    kept_of = dict(zip(optimizer._flat_params, optimizer._kept_of, strict=True))
+    copies: list[tuple[Tensor, Tensor]] = []
+    small: dict[str, list[Tensor]] = {}
     saved_ids = [saved for group in groups for saved in group["params"]]
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    copies: list[tuple[Tensor, Tensor]] = []
-    steps: set[int] = set()
     for i, (saved_id, p) in enumerate(zip(saved_ids, params, strict=True)):
-        saved, own = state_dict["state"].get(saved_id, {}), optimizer.state.get(p, {})
-        if saved.keys() != own.keys():
-            raise ValueError(
-                f"parameter {i}: the state dict has {sorted(saved)}, this optimizer keeps {sorted(own)}; was it "
-                "frozen, or of another dtype, when the state was saved?"
-            )
-        for name, value in own.items():
-            loaded = saved[name] if isinstance(saved[name], Tensor) else torch.as_tensor(saved[name], device=HOST)
-            if loaded.shape != value.shape or loaded.dtype != value.dtype:
-                raise ValueError(
-                    f"parameter {i}: {name!r} is {tuple(loaded.shape)} of {loaded.dtype} in the state dict, this "
-                    f"optimizer needs {tuple(value.shape)} of {value.dtype}"
-                )
-            if name == "step":
-                steps.add(int(loaded))
-            copies.append((value, loaded))
-    if len(steps) > 1:
-        raise ValueError(f"the state dict mixes steps {sorted(steps)}: all parameters must come from one checkpoint")
-    optimizer._finish_exchange()
-    optimizer._loading = (dict(optimizer.state), copies)
-    return {"state": {}, "param_groups": groups}
+        for name, (own, loaded) in _pairs(i, states.get(saved_id, {}), kept_of.get(p, {})).items():
+            copies.append((own, loaded))
+            if name == "step" or name in optimizer._kept.checks:
+                small.setdefault(name, []).append(loaded)
+    _check_small(optimizer, small)
+    return groups, copies
+
+
+def _checked_parts(state_dict: dict[str, Any]) -> tuple[dict[Any, Any], list[dict[str, Any]]]:
+    if not isinstance(state_dict, dict):
+        raise TypeError(f"state_dict is {type(state_dict).__name__}, expected a dict, as state_dict() returns it")
+    states, groups = state_dict.get("state"), state_dict.get("param_groups")
+    if not isinstance(states, dict) or not isinstance(groups, (list, tuple)):
+        raise ValueError(f"the state dict has {sorted(map(str, state_dict))}: expected 'state' and 'param_groups'")
+    for group in groups:
+        if not isinstance(group, dict) or not isinstance(group.get("params"), (list, tuple)):
+            raise ValueError("a parameter group of the state dict is not a dict with a list of 'params'")
+        if not all(isinstance(saved, (int, str)) for saved in group["params"]):
+            raise ValueError("a parameter group of the state dict names parameters by other things than numbers")
+    # Copied here: torch would copy them after the exchange under way was given up, and may fail.
+    return states, [copy.deepcopy(group) for group in groups]
 
 
 def _check_label(optimizer: WireOptimizer, group: dict[str, Any]) -> None:
@@ -117,10 +233,11 @@ def _check_label(optimizer: WireOptimizer, group: dict[str, Any]) -> None:
     if rank != peers.rank and optimizer._kept.owned:
         raise ValueError(
             f"the state of rank {rank} is loaded on rank {peers.rank}: {own} keeps something for the shards that a "
-            "rank owns, and others have other shards. Save and load one state dict a rank, or use thinwire.checkpoint"
+            "rank owns, and others have other shards. Save and load one state dict per rank, or use "
+            "thinwire.checkpoint"
         )
     if rank != peers.rank:
-        _warn(f"the state of rank {rank} is loaded on rank {peers.rank}: save and load one state dict a rank")
+        _warn(f"the state of rank {rank} is loaded on rank {peers.rank}: save and load one state dict per rank")
     own_settings = optimizer._settings_text()
     if settings != own_settings:
         _warn(f"the state was saved with {settings}, this optimizer has {own_settings}")
@@ -128,17 +245,75 @@ def _check_label(optimizer: WireOptimizer, group: dict[str, Any]) -> None:
 
 def _warn(what: str) -> None:
     message = f"{what}. Training goes on, but not as if it had never stopped."
-    warnings.warn(message, RuntimeWarning, stacklevel=6)
+    warnings.warn(message, RuntimeWarning, stacklevel=7)
 
 
-def _copy_in(registered: Optimizer) -> None:
-    optimizer = cast("WireOptimizer", registered)
-    state, copies = optimizer._loading
-    optimizer._loading = ({}, [])
-    with torch.no_grad():
-        for own, loaded in copies:
-            own.copy_(loaded)
-    optimizer.state.clear()
-    optimizer.state.update(state)
-    optimizer._skips.forget()
-    optimizer._begin_step()
+def _check_group(optimizer: WireOptimizer, i: int, group: dict[str, Any]) -> None:
+    """Refuse hyper-parameters that the constructor would refuse."""
+    make_plain(group)
+    optimizer._complete_group(group)
+    missing = sorted(optimizer._hyperparameters - group.keys())
+    if missing:
+        raise ValueError(f"parameter group {i} of the state dict lacks {', '.join(map(repr, missing))}")
+    try:
+        optimizer._check_group(group)
+    except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:  # of another type, or out of range
+        raise ValueError(f"parameter group {i} of the state dict: {error}") from error
+
+
+def _pairs(i: int, saved: Any, kept: Tensors) -> dict[str, tuple[Tensor, Tensor]]:
+    """For each entry of a parameter what is kept, and what is to be copied into it."""
+    if not isinstance(saved, dict) or saved.keys() != kept.keys():
+        raise ValueError(
+            f"parameter {i}: the state dict has {sorted(map(str, saved))}, this optimizer keeps {sorted(kept)}; was it "
+            "frozen, or of another dtype, when the state was saved?"
+        )
+    pairs: dict[str, tuple[Tensor, Tensor]] = {}
+    for name, own in kept.items():
+        value = saved[name]
+        if (
+            isinstance(value, (int, float))
+            and -MANY <= value <= MANY
+            and (own.is_floating_point() or value == int(value))
+        ):
+            value = torch.tensor(value, device=HOST).to(own.dtype)  # as some tools save counters
+        if not isinstance(value, Tensor):
+            raise ValueError(f"parameter {i}: {name!r} is {value!r:.40} in the state dict, expected a tensor")
+        if value.shape != own.shape or value.dtype != own.dtype:
+            raise ValueError(
+                f"parameter {i}: {name!r} is {tuple(value.shape)} of {value.dtype} in the state dict, this "
+                f"optimizer needs {tuple(own.shape)} of {own.dtype}"
+            )
+        if value.layout != torch.strided or value.device.type == "meta":
+            raise ValueError(
+                f"parameter {i}: {name!r} is {value.layout} on {value.device} in the state dict, expected the values "
+                "of a dense tensor"
+            )
+        if value.is_floating_point() and not math.isfinite(float(value.sum(dtype=torch.float64))):
+            raise ValueError(f"parameter {i}: {name!r} in the state dict has numbers that are not finite")
+        pairs[name] = own, value
+    return pairs
+
+
+def _check_small(optimizer: WireOptimizer, small: dict[str, list[Tensor]]) -> None:
+    """Refuse counters and flags that no run can have had: steps would fail, or count, by them."""
+    steps = {int(step) for step in small.get("step", [])}
+    if len(steps) > 1:
+        raise ValueError(f"the state dict mixes steps {sorted(steps)}: all parameters must come from one checkpoint")
+    step = steps.pop() if steps else 0
+    if not 0 <= step <= _MOST_STEPS:
+        raise ValueError(f"the state dict is of step {step}: expected a number of steps that a run can have taken")
+    for name, check_values in optimizer._kept.checks.items():
+        for tensor in small.get(name, []):
+            complaint = check_values(tensor, step)
+            if complaint is not None:
+                raise ValueError(f"{name!r} in the state dict {complaint}: {_few(tensor.tolist())}")
+    for name in optimizer._kept.common.keys() & small.keys():
+        first = small[name][0]
+        if not all(torch.equal(first, other) for other in small[name]):
+            raise ValueError(f"{name!r} in the state dict differs between parameters, which all have the same")
+
+
+def _few(values: Sequence[float] | float) -> str:
+    shown = repr(values)
+    return shown if len(shown) <= 80 else f"{shown[:80]}…"

@@ -86,7 +86,7 @@ class StreamTraffic(AnyTraffic):
 
     def __init__(self, link: Link, side: Side) -> None:
         super().__init__(link)
-        self._timeout = timeout_of(self._groups[0]) if self._groups else None
+        self._timeout = timeout_of(link.connections[0].group) if link.connections else None
         self._side = side
         self._trip: _Trip | None = None
         self.present: list[int] = []
@@ -192,3 +192,8 @@ class StreamTraffic(AnyTraffic):
     def stop(self, cause: BaseException) -> None:
         """See `AnyTraffic`."""
         self._failure.stop(cause)
+
+    def close(self) -> None:
+        """See `AnyTraffic`."""
+        self._side.streams.join()
+        self._disconnect()

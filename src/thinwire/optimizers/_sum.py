@@ -11,6 +11,7 @@ from thinwire.codecs import AddingCodec
 from thinwire.kernels.ops import Kernels
 from thinwire.optimizers._traffic import AnyTraffic, Channel, Presence
 from thinwire.schemes.dense import Dense
+from thinwire.wire import packet
 from thinwire.wire.buckets import Layout, bucket_elements
 from thinwire.wire.exchange import Job
 from thinwire.wire.mail import Part
@@ -27,12 +28,15 @@ class Sum:
         contents: a codec and the length of a vector for each of them.
         topology: who takes part.
         kernels: the backend.
+        channel: its number among the channels that share connections.
 
     Raises:
         TypeError: for a codec whose encodings do not add: their sum would say nothing.
     """
 
-    def __init__(self, contents: Sequence[tuple[AddingCodec, int]], topology: Topology, kernels: Kernels) -> None:
+    def __init__(
+        self, contents: Sequence[tuple[AddingCodec, int]], topology: Topology, kernels: Kernels, channel: int = 0
+    ) -> None:
         for codec, _ in contents:
             if not isinstance(codec, AddingCodec):
                 raise TypeError(
@@ -55,14 +59,19 @@ class Sum:
             own_slice=topology.own_slice,
         )
         self._dense = Dense(kernels)
-        self._channel = Channel(self._dense, layout, topology)
+        self._channel = Channel(self._dense, layout, topology, channel)
         self._node: Node | None = None
+
+    def disconnect(self) -> None:
+        """Forget the connections over which packets have travelled."""
+        self._channel.disconnect()
+        self._node = None
 
     def exchange(self, traffic: AnyTraffic, step: int, flags: int) -> int:
         """Average over all ranks, which must all do so in this step; the flags seen."""
         link, mail = traffic.link, self._channel.mail
-        if link.node_group is not None and self._node is None:
-            self._node = Node(mail, self._topology, link.node_group, torch.float32, self._kernels, link.meter)
+        if link.node_connection is not None and self._node is None:
+            self._node = Node(mail, self._topology, link.node_connection, torch.float32, self._kernels, link.meter)
         presence = Presence(len(mail.frames))
         traffic.begin(self._channel, self._node, step)
         encode_mean = None if self._node is None else self._encode_mean
@@ -84,5 +93,4 @@ class Sum:
 
     def _encode_mean(self, _: int, part: Part, mean: Tensor | None) -> int:
         # A mean of slices and zeros, which should be their sum.
-        self._dense.encode(part, mean, float(self._topology.slices))
-        return 0
+        return packet.NONFINITE if self._dense.encode(part, mean, float(self._topology.slices)) else 0

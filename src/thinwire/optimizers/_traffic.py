@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.errors import CorruptPacket
@@ -25,6 +24,7 @@ from thinwire.wire import packet
 from thinwire.wire.buckets import Layout
 from thinwire.wire.device_node import DeviceNode
 from thinwire.wire.exchange import Exchange, Job
+from thinwire.wire.groups import Connection
 from thinwire.wire.lane import Failure, Lane
 from thinwire.wire.mail import Frame, Mail, Part
 from thinwire.wire.messages import hang_up
@@ -42,11 +42,13 @@ class Channel:
         scheme: what packets carry.
         layout: the flat space.
         topology: who takes part.
+        number: of this channel among those that share connections.
         local: whether packets stay inside the node.
     """
 
-    def __init__(self, scheme: Scheme, layout: Layout, topology: Topology, *, local: bool = False) -> None:
+    def __init__(self, scheme: Scheme, layout: Layout, topology: Topology, number: int, *, local: bool = False) -> None:
         self.scheme = scheme
+        self._number = number
         self._layout = layout
         self._topology = topology.within_node() if local else topology
         self.local = local
@@ -57,7 +59,7 @@ class Channel:
     def restore(self) -> None:
         """Have memory for the packets."""
         alone = self.local or self._topology.workers == 1
-        self.mail = Mail(self._layout, self.scheme.payload, alone=alone)
+        self.mail = Mail(self._layout, self.scheme.payload, alone, self._number)
         self.scheme.learn(self.mail)
         self.released = False
 
@@ -74,32 +76,41 @@ class Channel:
     def exchange(self, link: Link) -> Exchange:
         """Who sends and receives these packets, on the lanes of a CPU."""
         if self._exchange is None:
-            self._exchange = Exchange(self.mail, self._topology, self._group(link), link.kernels, link.meter)
+            self._exchange = Exchange(self.mail, self._topology, self._connection(link), link.kernels, link.meter)
         return self._exchange
 
     def rounds(self, link: Link, status: Tensor) -> Rounds:
         """The same on a device."""
         if self._rounds is None:
-            self._rounds = Rounds(self.mail, self._topology, self._group(link), link.kernels, link.meter, status)
+            self._rounds = Rounds(self.mail, self._topology, self._connection(link), link.kernels, link.meter, status)
         return self._rounds
 
-    def _group(self, link: Link) -> dist.ProcessGroup | None:
-        return None if self.local else link.group
+    def disconnect(self) -> None:
+        """Forget the connections over which packets have travelled."""
+        self._exchange = self._rounds = None
+
+    def _connection(self, link: Link) -> Connection | None:
+        return None if self.local else link.slice_connection
 
 
 @dataclass(frozen=True)
 class Link:
-    """Whom this rank is joined to, and by what; made once, when all ranks have agreed."""
+    """Whom this rank is joined to, and by what; made whenever all ranks have agreed."""
 
-    group: dist.ProcessGroup | None
-    """The ranks that work on the same slice; None for a worker without peers."""
-    node_group: dist.ProcessGroup | None
-    """The ranks of the node, in a hierarchical topology."""
+    slice_connection: Connection | None
+    """To the ranks that work on the same slice; None for a worker without peers."""
+    node_connection: Connection | None
+    """To the ranks of the node, in a hierarchical topology."""
     node: AnyNode | None
-    """What they do for gradients."""
+    """What these do for gradients."""
     kernels: Kernels
     meter: Meter
     threaded: bool
+
+    @property
+    def connections(self) -> list[Connection]:
+        """All of them."""
+        return [each for each in (self.slice_connection, self.node_connection) if each is not None]
 
 
 @dataclass(frozen=True)
@@ -156,9 +167,9 @@ class AnyTraffic(abc.ABC):
         self.link = link
         self.flags_seen = 0
         """What any rank has raised in the exchange under way or just over."""
-        self._groups = [group for group in (link.group, link.node_group) if group is not None]
+        _open.add(self)
         # Others may wait for ranks that are well, but will say nothing more: they have lost somebody too.
-        self._failure = Failure(then=[functools.partial(hang_up, group) for group in self._groups])
+        self._failure = Failure(then=[functools.partial(_hang_up, connection) for connection in link.connections])
 
     @abc.abstractmethod
     def begin(self, channel: Channel, node: AnyNode | None, step: int) -> None:
@@ -197,6 +208,18 @@ class AnyTraffic(abc.ABC):
     def stop(self, cause: BaseException) -> None:
         """Exchange nothing any more, and let the other ranks know; `drain` says why, ever after."""
 
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Finish what is under way, and let go of threads and connections."""
+
+    def _disconnect(self) -> None:
+        for connection in self.link.connections:
+            connection.close()
+
+    def leave(self) -> None:
+        """End threads, then connections, when the interpreter exits: no thread may be inside torch after that."""
+        self.close()
+
     def _merge_presence(self, frame: Frame, shard: int) -> None:
         """Answer which parameters have a gradient on any worker."""
         self.link.kernels.any_of(
@@ -214,6 +237,12 @@ class AnyTraffic(abc.ABC):
             raise
 
 
+def _hang_up(connection: Connection) -> None:
+    group = connection.current
+    if group is not None:
+        hang_up(group)
+
+
 class Traffic(AnyTraffic):
     """The buckets of one exchange after another, on three lanes."""
 
@@ -224,7 +253,6 @@ class Traffic(AnyTraffic):
         self._sending, self._answering, self._collecting = self._lanes
         self._trip: _Trip | None = None
         self._refusal: CorruptPacket | None = None
-        _open.add(self)
 
     def begin(self, channel: Channel, node: AnyNode | None, step: int) -> None:
         """See `AnyTraffic`."""
@@ -232,7 +260,8 @@ class Traffic(AnyTraffic):
         exchange = channel.exchange(self.link)
         self._trip = _Trip(channel.scheme, channel.mail, exchange, node, channel.local)
         self.flags_seen = 0
-        self._sending.submit(functools.partial(exchange.listen, step))
+        if channel.mail.frames:  # else nothing follows that would wait for what is expected here
+            self._sending.submit(functools.partial(exchange.listen, step))
 
     def submit(self, job: Job, presence: Presence, encode_mean: EncodeMean | None, *, gradients: bool) -> None:
         """See `AnyTraffic`."""
@@ -314,16 +343,24 @@ class Traffic(AnyTraffic):
         for lane in self._lanes:
             lane.close(_SOON)
 
+    def close(self) -> None:
+        """See `AnyTraffic`."""
+        ended = [lane.close(_SOON) for lane in self._lanes]
+        if not all(ended):
+            self.stop(RuntimeError("the optimizer was closed in the middle of an exchange"))
+        self._disconnect()
+
     def leave(self) -> None:
-        """End the lanes, because the interpreter exits: no thread may be inside torch when Python is torn down."""
+        """See `AnyTraffic`."""
         ended = [lane.close(_AT_ONCE) for lane in self._lanes]
         if not all(ended):
             self.stop(SystemExit("the interpreter exits"))
+        self._disconnect()
 
 
 _AT_ONCE, _SOON = 0.1, 5.0
 """Seconds that a lane may take to end when it has little to do, and when all its waits fail."""
-_open: weakref.WeakSet[Traffic] = weakref.WeakSet()
+_open: weakref.WeakSet[AnyTraffic] = weakref.WeakSet()
 
 
 @atexit.register

@@ -17,9 +17,9 @@ from torch.optim.optimizer import ParamsT
 from thinwire.kernels import rng
 from thinwire.kernels.modes import Scale
 from thinwire.optimizers._greeting import Greeting
-from thinwire.optimizers._inputs import check_seed
+from thinwire.optimizers._inputs import check_number, check_seed
 from thinwire.optimizers._options import Unpack, WireOptions
-from thinwire.optimizers._state import State
+from thinwire.optimizers._state import State, Tensors
 from thinwire.schemes import Scheme
 from thinwire.schemes.dense import Dense
 from thinwire.schemes.stochastic_sign import Downlink, StochasticSign
@@ -152,28 +152,21 @@ class Birder(Greeting):
         super().__init__(params, defaults, **wire)
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        if not 0 <= float(group["lr"]) < math.inf:
-            raise ValueError(f"lr={group['lr']!r}: expected a number >= 0")
-        if not 0 <= group["beta"] < 1:
-            raise ValueError(f"beta={group['beta']!r}: expected a number in [0, 1)")
-        if group["beta_b"] is not None and not 0 <= group["beta_b"] < 1:
-            raise ValueError(f"beta_b={group['beta_b']!r}: expected a number in [0, 1), or None for beta")
-        if not 0 < group["gain"] < math.inf:
-            raise ValueError(f"gain={group['gain']!r}: expected a number > 0")
-        if not 0 <= group["weight_decay"] < math.inf:
-            raise ValueError(f"weight_decay={group['weight_decay']!r}: expected a number >= 0")
+        check_number(group, "lr")
+        check_number(group, "beta", below=1)
+        check_number(group, "beta_b", below=1, none="beta")
+        check_number(group, "gain", above=True)
+        check_number(group, "weight_decay")
         for name, value in (("eps", self._eps), ("amsgrad", self._amsgrad)):
             if group.get(name, value) != value:
                 raise ValueError(
                     f"{name}={group[name]!r} in a parameter group: it is the same for all groups, {value!r}"
                 )
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over what was saved, also before there were `beta_b` and `gain`: the paper's rule then."""
-        for group in state["param_groups"]:
-            group.setdefault("beta_b", None)
-            group.setdefault("gain", 1.0)
-        super().__setstate__(state)
+    def _complete_group(self, group: dict[str, Any]) -> None:
+        # Saved before there were `beta_b` and `gain`: the paper's rule then.
+        group.setdefault("beta_b", None)
+        group.setdefault("gain", 1.0)
 
     def _settings(self) -> dict[str, Any]:
         return {
@@ -196,6 +189,9 @@ class Birder(Greeting):
         life = self._m if self._amsgrad else self._b
         self._votes = StochasticSign(layout, self._downlink, self._kernels, life, self._eps)
         return {"votes": self._votes}, State(own, words={"alive": self._votes.alive})
+
+    def _agreed_state(self) -> Tensors:
+        return {} if self._votes is None else {"alive": self._votes.alive}
 
     def _portable(self, *, private: bool) -> State:
         # Who is known to live but has nothing in b would toss coins: without b nobody lives.

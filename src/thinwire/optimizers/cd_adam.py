@@ -17,10 +17,10 @@ from torch.optim.optimizer import ParamsT
 
 from thinwire.codecs.topk import TopK, check_ratio
 from thinwire.kernels.modes import Scale, Source
-from thinwire.optimizers._adam import AdamLike, correction, root_correction, signed
+from thinwire.optimizers._adam import SQUARABLE, AdamLike, correction, root_correction, signed
 from thinwire.optimizers._greeting import Greeting
 from thinwire.optimizers._options import Unpack, WireOptions
-from thinwire.optimizers._state import State
+from thinwire.optimizers._state import State, Tensors
 from thinwire.schemes import Scheme
 from thinwire.schemes.dense import Dense
 from thinwire.schemes.markov import Markov, MarkovSign
@@ -183,6 +183,10 @@ class CDAdam(Greeting, AdamLike):
         state.whole["followed"] = self._markov.followed
         return {self._codec: self._markov}, state
 
+    def _agreed_state(self) -> Tensors:
+        followed = {} if self._markov is None else {"followed": self._markov.followed}
+        return {"m": self._m, "v": self._v, "peak": self._peak, **followed}
+
     def _portable(self, *, private: bool) -> State:
         state = super()._portable(private=private)
         if self._markov is None:
@@ -216,7 +220,7 @@ class CDAdam(Greeting, AdamLike):
     ) -> bool | None:
         scale = signed(scale, group)
         if self._markov is None:
-            return self._dense.encode(part, grad, scale)
+            return self._dense.encode(part, grad, scale, SQUARABLE)
         return self._markov.encode(part, grad, self._average, beta=group["betas"][0], scale=scale)
 
     def _settle(self, flags: int) -> int:

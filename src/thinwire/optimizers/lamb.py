@@ -54,6 +54,7 @@ class Lamb(AdamFamily):
     Differences from the paper:
         * A factor c of 1 (before it is clamped) where the weights or the direction are all zero.
         * A coordinate that has never had a gradient (v = 0) neither moves nor decays.
+        * A gradient of more than 2⁶⁰ counts as one that is not finite: its square would stay in the variance.
     """
 
     def __init__(

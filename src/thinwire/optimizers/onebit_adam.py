@@ -85,6 +85,7 @@ class OneBitAdam(FrozenVariance):
         * After the switch a parameter without a gradient on a worker counts as one with zeros there; one without a
           gradient on all workers does not move, while its momentum decays.
         * The momentum takes part in a step that is skipped for a gradient that is not finite; parameters do not.
+        * A gradient of more than 2⁶⁰ counts as one that is not finite: its square would stay in the variance.
         * In a hierarchical topology of a single node nothing is compressed and the warm-up never ends: it is AdamW.
     """
 

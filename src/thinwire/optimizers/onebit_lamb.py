@@ -99,6 +99,7 @@ class OneBitLamb(FrozenVariance):
           zero.
         * A coordinate that has never had a gradient (v = 0) neither moves nor decays, and does not count in f.
         * A scale a shard of a bucket, and what `thinwire.OneBitAdam` says of absent and of non-finite gradients.
+        * A gradient of more than 2⁶⁰ counts as one that is not finite: its square would stay in the variance.
         * In a hierarchical topology of a single node nothing is compressed and the warm-up never ends: it is LAMB.
     """
 
@@ -157,7 +158,7 @@ class OneBitLamb(FrozenVariance):
         self._coefficient = self._layer_numbers("coefficient", state, layout, torch.float64)
         """c_avg of each layer, up to the switch without bias correction."""
         self._factor = self._layer_numbers("factor", state, layout, torch.float64, start=1)
-        self._layer_weight = self._layer_numbers("weight", state, layout, torch.float64, start=1)
+        self._layer_weight = self._layer_numbers("weight", state, layout, torch.float64, start=1, check=_check_weight)
         self._follows = False
         """Whether w follows the gradients in this step: it takes two answers to tell one."""
         if self._topology.compresses:
@@ -267,3 +268,8 @@ class OneBitLamb(FrozenVariance):
 
     def _weight(self, position: int) -> float:
         return self._layer_weight.now[position]
+
+
+def _check_weight(weight: Tensor, step: int) -> str | None:
+    fine = 1 / _MOST_WEIGHT <= float(weight) <= _MOST_WEIGHT
+    return None if fine else f"is not between {1 / _MOST_WEIGHT} and {_MOST_WEIGHT}"

@@ -21,7 +21,7 @@ from thinwire.optimizers._adam import AdamLike, signed
 from thinwire.optimizers._inputs import check_seed
 from thinwire.optimizers._options import Unpack, WireOptions
 from thinwire.optimizers._paper import LOCAL
-from thinwire.optimizers._state import State
+from thinwire.optimizers._state import State, Tensors
 from thinwire.optimizers._sum import Sum
 from thinwire.schemes import Scheme
 from thinwire.schemes.sketching import Sketching
@@ -29,6 +29,10 @@ from thinwire.wire import packet
 from thinwire.wire.buckets import Layout
 from thinwire.wire.mail import Part
 from thinwire.wire.memory import HOST
+
+_LARGEST = 2.0**56
+"""The largest gradient that is taken in. What is not picked gathers in e, which must stay below 2⁶⁰: a larger gradient,
+whose coordinate is hardly ever picked because its v̂ is as large, would let all steps be skipped from then on."""
 
 
 class SketchedAMSGrad(AdamLike):
@@ -107,7 +111,8 @@ class SketchedAMSGrad(AdamLike):
         * A parameter whose learning rate is 0 is not picked from; its errors wait for the next rate that is not.
         * A parameter without a gradient on a worker counts as one with zeros there; one without a gradient on all
           workers is not picked from, while its momenta gather in e.
-        * A step that is skipped for a gradient that is not finite is one in which nothing is picked.
+        * A step that is skipped for a gradient that is not finite is one in which nothing is picked. A gradient of more
+          than 2⁵⁶ counts as one that is not finite.
         * In a hierarchical topology of a single node nothing is compressed: all coordinates are picked.
     """
 
@@ -167,10 +172,10 @@ class SketchedAMSGrad(AdamLike):
         self._sketch = sketch
         self._sketches: Sum | None = None
         if topology.compresses:
-            self._sketches = Sum([(sketch, elements), (Floats(), len(layout.slots))], topology, self._kernels)
+            self._sketches = Sum([(sketch, elements), (Floats(), len(layout.slots))], topology, self._kernels, 1)
         else:
             k = elements
-        self._values = Sum([(Floats(), k), (Floats(), k)], topology, self._kernels)
+        self._values = Sum([(Floats(), k), (Floats(), k)], topology, self._kernels, 2)
         self._indices = torch.zeros(k, dtype=torch.int32, device=HOST)
         self._picked = 0
         ranges = [[slot.start, slot.numel] for slot in layout.slots]
@@ -181,6 +186,15 @@ class SketchedAMSGrad(AdamLike):
         """Positions of the parameters that have a gradient on some worker, and a learning rate."""
         into = None if self._sketches is None else (sketch, self._sketches.packets[0])
         return {LOCAL: Sketching(self._error, into)}, state
+
+    def _agreed_state(self) -> Tensors:
+        return {"v": self._v, "peak": self._peak}
+
+    def _disconnect(self) -> None:
+        super()._disconnect()
+        for each in (self._sketches, self._values):
+            if each is not None:
+                each.disconnect()
 
     def _before_exchange(self) -> None:
         # What is sent depends on the learning rate, so the one that counts is that of when the sending begins.
@@ -203,6 +217,7 @@ class SketchedAMSGrad(AdamLike):
             scale=signed(scale, group),
             ratio=before / lr if before and lr else 1.0,
             shift=part.frame.bucket.state_shift,
+            largest=_LARGEST,
         )
 
     def _rate_of(self, position: int) -> float:

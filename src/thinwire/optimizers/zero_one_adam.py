@@ -106,6 +106,7 @@ class ZeroOneAdam(LocalSteps):
         * A gradient that is not finite: before the freeze all workers skip the step. After it a worker alone skips its
           local step; a synchronising step is skipped by all if no local steps came before it, else taken without
           the elements that are not finite.
+        * A gradient of more than 2⁶⁰ counts as one that is not finite: its square would stay in the variance.
         * In a hierarchical topology of a single node nothing is compressed, and every step is AdamW's.
     """
 
@@ -290,7 +291,7 @@ class ZeroOneAdam(LocalSteps):
     def _apply_local(self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None) -> None:
         group = self._group_index[position]
         anchored = self._touched.now[position] & ANCHORED
-        anchor = None if anchored else self.state[self._flat_params[position]]["anchor"]
+        anchor = None if anchored else self._kept_of[position]["anchor"]
         for part in parts:
             runs, values = self._own.momentum(part)
             self._kernels.step_apply(
@@ -304,7 +305,7 @@ class ZeroOneAdam(LocalSteps):
         if sums[group] < SMALLEST:
             return  # nobody has moved, and there is nothing to divide by
         anchored = self._touched.now[position] & ANCHORED
-        anchor = self.state[self._flat_params[position]]["anchor"] if anchored else None
+        anchor = self._kept_of[position]["anchor"] if anchored else None
         for part in parts:
             self._kernels.sign_apply(
                 part.down_runs,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from thinwire.kernels.modes import Scale
+from thinwire.kernels.modes import LARGEST, Scale
 from thinwire.kernels.ops import Kernels
 from thinwire.wire.buckets import WORD
 from thinwire.wire.mail import WORD_BYTES, Frame, Mail, Part, Payload
@@ -36,9 +36,10 @@ class Dense:
         """See `Scheme`."""
         self.packets = mail.sent
 
-    def encode(self, part: Part, grad: Tensor | None, scale: Scale) -> bool | None:
-        """Write a gradient times `scale`, zeros for none, into the packets; whether it was not finite."""
-        return self._kernels.dense_encode(part.up_runs, grad, self.packets, scale=scale)
+    def encode(self, part: Part, grad: Tensor | None, scale: Scale, largest: float = LARGEST) -> bool | None:
+        """Write a gradient times `scale`, zeros for none, into the packets; whether it was not finite, or larger than
+        `largest`."""
+        return self._kernels.dense_encode(part.up_runs, grad, self.packets, scale=scale, largest=largest)
 
     def seal(self, frame: Frame) -> None:
         """See `Scheme`; there is nothing to add."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.kernels.header import ABSENT, REFUSED, Status
 from thinwire.kernels.ops import Kernels
 from thinwire.metrics import Meter
 from thinwire.wire.exchange import Job
+from thinwire.wire.groups import Connection
 from thinwire.wire.mail import Mail, fill_words
 from thinwire.wire.messages import waiting_for
 from thinwire.wire.node import Staging
@@ -25,7 +25,7 @@ class DeviceNode(Staging):
     Args:
         mail: the packets.
         topology: who is in the node.
-        group: a process group of them that nothing else uses.
+        connection: to them, which nothing else uses.
         dtype: in which gradients cross the link, float32 or bfloat16.
         kernels: the backend.
         meter: where bytes are counted.
@@ -36,7 +36,7 @@ class DeviceNode(Staging):
         self,
         mail: Mail,
         topology: Topology,
-        group: dist.ProcessGroup,
+        connection: Connection,
         dtype: torch.dtype,
         kernels: Kernels,
         meter: Meter,
@@ -45,7 +45,7 @@ class DeviceNode(Staging):
         super().__init__(mail, topology, dtype, kernels)
         self._meter = meter
         self._status = status
-        self._members = Members(group, self._own, self._ranks, self._layout.device)
+        self._members = Members(connection, self._own, self._ranks, self._layout.device)
         self._seals = Seals(kernels, self._layout, status)
         self._word = LastWord(self._members, self._seals, self._layout)
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.errors import CorruptPacket
@@ -14,6 +13,7 @@ from thinwire.kernels.ops import Kernels
 from thinwire.metrics import Meter
 from thinwire.wire import packet
 from thinwire.wire.buckets import Layout
+from thinwire.wire.groups import Connection
 from thinwire.wire.mail import Frame, Mail
 from thinwire.wire.memory import HOST
 from thinwire.wire.messages import Messages, Pending, complete, waiting_for
@@ -62,19 +62,19 @@ class Verdict:
         messages: to whom.
         ranks: of the members.
         own: this one's position among them.
-        layout: the flat space.
+        mail: the packets that it is about.
         kernels: the backend.
     """
 
-    def __init__(self, messages: Messages, ranks: list[int], own: int, layout: Layout, kernels: Kernels) -> None:
+    def __init__(self, messages: Messages, ranks: list[int], own: int, mail: Mail, kernels: Kernels) -> None:
         self._messages = messages
         self._ranks = ranks
         self._own = own
-        self._layout = layout
+        self._layout = mail.layout
         self._kernels = kernels
         self._notes = torch.zeros(len(ranks), COPIES * packet.HEADER_BYTES, dtype=torch.uint8, device=HOST)
         self._packets = [[Packet(copy) for copy in note.view(COPIES, -1)] for note in self._notes]
-        self._tag = 2 * len(layout.buckets)
+        self._tag = mail.commit_tag
         self._due: Pending = []
 
     @property
@@ -133,22 +133,21 @@ class Exchange:
     Args:
         mail: the packets.
         topology: who takes part.
-        group: a process group of the ranks that work on the same slice, which nothing else uses; None for a worker
-            without peers.
+        connection: to the ranks that work on the same slice, which nothing else uses; None for a worker without peers.
         kernels: the backend.
         meter: where bytes and seconds are counted.
     """
 
     def __init__(
-        self, mail: Mail, topology: Topology, group: dist.ProcessGroup | None, kernels: Kernels, meter: Meter
+        self, mail: Mail, topology: Topology, connection: Connection | None, kernels: Kernels, meter: Meter
     ) -> None:
         self._mail = mail
         self._topology = topology
         self._ranks = topology.slice_ranks()
-        self._messages = Messages(group, topology.node, self._ranks)
+        self._messages = Messages(connection, topology.node, self._ranks)
         self._kernels = kernels
         self._meter = meter
-        self._verdict = Verdict(self._messages, self._ranks, topology.node, mail.layout, kernels)
+        self._verdict = Verdict(self._messages, self._ranks, topology.node, mail, kernels)
         self._sent = [[Packet(row) for row in frame.sent] for frame in mail.frames]
         self._received = [[Packet(row) for row in frame.received] for frame in mail.frames]
         self._answers = [[Packet(row) for row in frame.answers] for frame in mail.frames]
@@ -164,11 +163,11 @@ class Exchange:
                 bucket = frame.bucket.index
                 if bucket == 0 or not self._mail.one_room:
                     self._expect_packets(frame)
-                self._answers_due[bucket] = self._messages.receive(frame.own_answers, 2 * bucket + 1)
+                self._answers_due[bucket] = self._messages.receive(frame.own_answers, frame.down_tag)
             self._verdict.listen()
 
     def _expect_packets(self, frame: Frame) -> None:
-        self._packets_due[frame.bucket.index] = self._messages.receive(frame.received, 2 * frame.bucket.index)
+        self._packets_due[frame.bucket.index] = self._messages.receive(frame.received, frame.up_tag)
 
     def send(self, job: Job) -> None:
         """Send a bucket's packets to the owners of its shards."""
@@ -178,7 +177,7 @@ class Exchange:
             for of_owner in self._sent[bucket]:
                 header.seal(of_owner, self._kernels)
         with waiting_for("a connection to send packets", job.step, bucket):
-            self._packets_sent[bucket] = self._messages.send(frame.sent, 2 * bucket)
+            self._packets_sent[bucket] = self._messages.send(frame.sent, frame.up_tag)
 
     def answer(self, job: Job, merge: Callable[[Frame, int], None]) -> None:
         """When all packets for the own shard are here, answer them with `merge`, and send the answer to everybody."""
@@ -199,7 +198,7 @@ class Exchange:
         with waiting_for("a connection to send answers", job.step, bucket):
             if self._mail.one_room and bucket + 1 < len(self._mail.frames):
                 self._expect_packets(self._mail.frames[bucket + 1])
-            self._answers_sent[bucket] = self._messages.send_to_all(frame.answers[shard], 2 * bucket + 1)
+            self._answers_sent[bucket] = self._messages.send_to_all(frame.answers[shard], frame.down_tag)
 
     def collect(self, job: Job) -> None:
         """Wait for the others' answers for this rank's slice, and until its own packets are gone."""

@@ -19,6 +19,7 @@ from thinwire.wire.memory import HOST, memory_of, untouched_zeros
 from thinwire.wire.packet import HEADER_BYTES
 
 WORD_BYTES = WORD // 8
+MAX_CHANNELS = 4
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,10 @@ class Frame:
     """The byte within an up packet at which the presence bits begin."""
     down_presence: int
     presence_words: int
+    up_tag: int
+    """Of messages with this bucket's packets. Other channels have other tags: a rank that is in another stage than its
+    peers waits until the timeout. A message that is longer than the room for it would end the process, inside gloo."""
+    down_tag: int
 
 
 @dataclass(frozen=True)
@@ -73,10 +78,20 @@ class Part:
 
 
 class Mail:
-    """Buffers and addresses for the packets of a layout."""
+    """Buffers and addresses for the packets of a layout.
 
-    def __init__(self, layout: Layout, payload: Payload, alone: bool) -> None:
+    Args:
+        layout: the flat space.
+        payload: what packets carry.
+        alone: whether there are no other workers.
+        channel: the number of the channel among those that share connections, below `MAX_CHANNELS`.
+    """
+
+    def __init__(self, layout: Layout, payload: Payload, alone: bool, channel: int = 0) -> None:
+        assert 0 <= channel < MAX_CHANNELS
         self.layout = layout
+        self.commit_tag = MAX_CHANNELS * 2 * len(layout.buckets) + channel
+        """Of the messages at the end of an exchange."""
         geometry: list[tuple[Bucket, int, int, int]] = []
         for bucket in layout.buckets:
             presence = -(-len(bucket.slots) // WORD)
@@ -118,6 +133,8 @@ class Mail:
                 up_presence=up - WORD_BYTES * presence,
                 down_presence=down - WORD_BYTES * presence,
                 presence_words=presence,
+                up_tag=MAX_CHANNELS * 2 * bucket.index + channel,
+                down_tag=MAX_CHANNELS * (2 * bucket.index + 1) + channel,
             )
             self.frames.append(frame)
             sent_at += n * up

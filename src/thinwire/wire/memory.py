@@ -25,6 +25,16 @@ def untouched_zeros(elements: int, dtype: torch.dtype, device: torch.device) -> 
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a dense tensor, without NumPy, which torch can do without. The caller keeps the tensor alive."""
+    """The bytes of a contiguous tensor, without NumPy, which torch can do without. The caller keeps the tensor alive.
+
+    Raises:
+        ValueError: when the tensor is not on the CPU, not contiguous, or negated by torch when it is read.
+    """
+    if not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj():
+        raise ValueError(
+            f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)} and stride {tensor.stride()} on {tensor.device}, "
+            f"negative bit {tensor.is_neg()}, conjugate bit {tensor.is_conj()}: expected one on the CPU, contiguous, "
+            "without either bit"
+        )
     size = tensor.numel() * tensor.element_size()
     return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")

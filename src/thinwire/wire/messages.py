@@ -17,11 +17,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from thinwire.errors import PeerLost
+from thinwire.wire.groups import Connection
 from thinwire.wire.memory import HOST
 
 Pending = list[tuple[int, Work]]
 """Messages under way, each with the rank at its other end."""
 
+_WHY_CLOSED = "That rank has ended or given up, or has called load_state_dict() or close() while others did not"
 _AT_ONCE = timedelta(milliseconds=1)
 _NOBODY_SENDS = (1 << 31) - 1
 """A tag."""
@@ -53,7 +55,9 @@ def waiting_for(stage: str, step: int, bucket: int | None = None) -> Iterator[No
     try:
         yield
     except Silence as silence:
-        lost = PeerLost(stage, silence.cause, step=step, bucket=bucket, ranks=silence.ranks)
+        closed = "closed by peer" in str(silence.cause) or "reset by peer" in str(silence.cause)
+        cause = f"{silence.cause}. {_WHY_CLOSED}" if closed else silence.cause
+        lost = PeerLost(stage, cause, step=step, bucket=bucket, ranks=silence.ranks)
         lost.secondhand = silence.secondhand
         raise lost from silence.cause
 
@@ -62,13 +66,13 @@ class Messages:
     """Sends and receives rows, member `i`'s being row `i`. Rows must stay as they are until the messages are complete.
 
     Args:
-        group: nothing else may use these tags in it; None for somebody without peers, who has nothing to send.
+        connection: nothing else may use these tags in it; None for somebody without peers, who has nothing to send.
         own: this process's position in it.
         ranks: of its members, as users know them.
     """
 
-    def __init__(self, group: ProcessGroup | None, own: int, ranks: Sequence[int]) -> None:
-        self._group = group
+    def __init__(self, connection: Connection | None, own: int, ranks: Sequence[int]) -> None:
+        self._connection = connection
         self._ranks = ranks
         # Everybody begins with somebody else, so that nobody hears from all at once.
         self._others = [(own + i) % len(ranks) for i in range(1, len(ranks))]
@@ -76,7 +80,7 @@ class Messages:
     @property
     def connected(self) -> bool:
         """Whether there is anybody to send to."""
-        return self._group is not None
+        return self._connection is not None
 
     def receive(self, rows: Tensor, tag: int) -> Pending:
         """Expect a row from every other member."""
@@ -91,13 +95,14 @@ class Messages:
         return self._start([(i, row) for i in self._others], tag, sends=True)
 
     def _start(self, messages: Sequence[tuple[int, Tensor]], tag: int, *, sends: bool) -> Pending:
-        if self._group is None:
+        if self._connection is None:
             return []
+        group = self._connection.group
         pending: Pending = []
         refused: list[tuple[int, RuntimeError]] = []
         for member, row in messages:
             try:
-                work = self._group.send([row], member, tag) if sends else self._group.recv([row], member, tag)
+                work = group.send([row], member, tag) if sends else group.recv([row], member, tag)
             except RuntimeError as error:
                 refused.append((self._ranks[member], error))
             else:

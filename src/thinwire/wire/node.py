@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.errors import CorruptPacket
@@ -20,6 +19,7 @@ from thinwire.metrics import Meter
 from thinwire.wire import packet
 from thinwire.wire.buckets import Bucket, Slot
 from thinwire.wire.exchange import Job, Verdict
+from thinwire.wire.groups import Connection
 from thinwire.wire.mail import WORD_BYTES, Frame, Mail
 from thinwire.wire.memory import memory_of
 from thinwire.wire.messages import Messages, complete, waiting_for
@@ -107,7 +107,7 @@ class Node(Staging):
     Args:
         mail: the packets.
         topology: who is in the node.
-        group: a process group of them that nothing else uses.
+        connection: to them, which nothing else uses.
         dtype: in which gradients cross the link, float32 or bfloat16.
         kernels: the backend.
         meter: where bytes and seconds are counted.
@@ -117,14 +117,14 @@ class Node(Staging):
         self,
         mail: Mail,
         topology: Topology,
-        group: dist.ProcessGroup,
+        connection: Connection,
         dtype: torch.dtype,
         kernels: Kernels,
         meter: Meter,
     ) -> None:
         super().__init__(mail, topology, dtype, kernels)
-        self._messages = Messages(group, self._own, self._ranks)
-        self._verdict = Verdict(self._messages, self._ranks, self._own, self._layout, kernels)
+        self._messages = Messages(connection, self._own, self._ranks)
+        self._verdict = Verdict(self._messages, self._ranks, self._own, mail, kernels)
         self._meter = meter
         self._staged_memory = memory_of(self._staged)
         self._received_memory = memory_of(self._received)
@@ -142,7 +142,7 @@ class Node(Staging):
             self._staged_memory[at : at + len(data)] = data
             header.seal(self._packets[job.frame.bucket.index][row], self._kernels)
         bucket = job.frame.bucket.index
-        tag = 2 * bucket
+        tag = job.frame.up_tag
         with self._meter.scatter, waiting_for("gradients of the node", job.step, bucket):
             due = self._messages.receive(rows.received, tag)
             sent = self._messages.send(rows.staged, tag)
@@ -163,7 +163,7 @@ class Node(Staging):
         """Give all ranks of the node the answers for this rank's slice, and get theirs."""
         blocks = job.frame.answers.view(len(self._ranks), -1)
         bucket = job.frame.bucket.index
-        tag = 2 * bucket + 1
+        tag = job.frame.down_tag
         with self._meter.share, waiting_for("answers of the node", job.step, bucket):
             due = self._messages.receive(blocks, tag)
             sent = self._messages.send_to_all(blocks[self._own], tag)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from thinwire.errors import PeerLost
+from thinwire.wire.groups import Connection, private_group
 from thinwire.wire.messages import hang_up
 
 Result = TypeVar("Result")
@@ -97,31 +98,29 @@ class Peers:
 
         return self._reach(all_of_them, stage, step)
 
-    def private_group(self, members: Sequence[int]) -> dist.ProcessGroup | None:
-        """A group of some of the ranks that nobody else uses, so that its messages cannot mix with others'.
+    def connect(self, members: Sequence[int], name: str, device: torch.device) -> Connection | None:
+        """A connection of some of the ranks that nobody else uses, so that its messages cannot mix with others'.
 
         Only its members call this. None for a single one.
+
+        Args:
+            members: their ranks among these peers.
+            name: the same on all members, and never used before.
+            device: that of what is exchanged.
 
         Raises:
             PeerLost: when it cannot be made.
         """
         if self.group is None or len(members) == 1:
             return None
-        ranks = self.ranks()
-        timeout, backend = timeout_of(self.group), dist.get_backend_config(self.group)
+        ranks, timeout = self.ranks(), timeout_of(self.group)
+        connected = [ranks[member] for member in members]
+        own, backend = members.index(self.rank), self.group._get_backend(device).name()
 
-        def connect() -> object:
-            return dist.new_group(
-                [ranks[member] for member in members],
-                timeout=timeout,
-                backend=backend,
-                use_local_synchronization=True,
-                group_desc="thinwire",
-            )
+        def connect() -> dist.ProcessGroup:
+            return private_group(connected, own, name, backend, device, timeout)
 
-        group = self._reach(connect, "connections between ranks")
-        assert isinstance(group, dist.ProcessGroup), "this rank is a member of it"
-        return group
+        return Connection(self._reach(connect, "connections between ranks"))
 
     def refuse_group_without(self, device: torch.device) -> None:
         """Refuse a process group that cannot exchange what is on a device, or not from this process as it is.
@@ -132,8 +131,8 @@ class Peers:
         if self.group is None or self.size == 1:
             return
         backends = {kind.type: self.group._get_backend(kind).name() for kind in self.group._device_types}
-        if device.type not in backends or (device.type == "cuda" and backends["cuda"] != "nccl"):
-            wanted = "nccl" if device.type == "cuda" else "gloo"
+        wanted = "nccl" if device.type == "cuda" else "gloo"
+        if backends.get(device.type) != wanted:
             listed = ", ".join(f"{kind}: {name}" for kind, name in sorted(backends.items()))
             raise ValueError(
                 f"parameters on {str(device)!r}, and a process group that serves {listed}: expected one with {wanted} "

@@ -17,6 +17,7 @@ from thinwire.metrics import Meter
 from thinwire.wire import packet
 from thinwire.wire.buckets import Layout
 from thinwire.wire.exchange import COPIES, Job
+from thinwire.wire.groups import Connection
 from thinwire.wire.mail import Frame, Mail
 from thinwire.wire.messages import Silence, waiting_for
 from thinwire.wire.topology import Topology
@@ -26,14 +27,14 @@ class Members:
     """Ranks that exchange packets by collectives.
 
     Args:
-        group: a process group of them that nothing else uses.
+        connection: to them, which nothing else uses.
         own: this one's position among them.
         ranks: of the members, as users know them.
         device: where packets are.
     """
 
-    def __init__(self, group: dist.ProcessGroup, own: int, ranks: Sequence[int], device: torch.device) -> None:
-        self._group = group
+    def __init__(self, connection: Connection, own: int, ranks: Sequence[int], device: torch.device) -> None:
+        self._connection = connection
         self._ranks = list(ranks)
         self.own = own
         self.rank = self._ranks[own]
@@ -46,12 +47,12 @@ class Members:
 
     def scatter(self, rows: Tensor, into: Tensor) -> None:
         """Give every member its row, and get one from each."""
-        self._do(lambda: self._group.alltoall_base(into.view(-1), rows.view(-1), [], []))
+        self._do(lambda: self._connection.group.alltoall_base(into.view(-1), rows.view(-1), [], []))
 
     def gather(self, rows: Tensor) -> None:
         """Give every member the row that is this one's, and get theirs."""
         # The group's own method, as the public function has another name from torch to torch.
-        self._do(lambda: self._group._allgather_base(rows.view(-1), rows[self.own]))
+        self._do(lambda: self._connection.group._allgather_base(rows.view(-1), rows[self.own]))
 
     def _do(self, collective: Callable[[], dist.Work | None]) -> None:
         try:
@@ -69,8 +70,7 @@ class Rounds:
     Args:
         mail: the packets.
         topology: who takes part.
-        group: a process group of the ranks that work on the same slice, which nothing else uses; None for a worker
-            without peers.
+        connection: to the ranks that work on the same slice, which nothing else uses; None for a worker without peers.
         kernels: the backend.
         meter: where bytes are counted.
         status: where the device keeps what it learns.
@@ -80,7 +80,7 @@ class Rounds:
         self,
         mail: Mail,
         topology: Topology,
-        group: dist.ProcessGroup | None,
+        connection: Connection | None,
         kernels: Kernels,
         meter: Meter,
         status: Tensor,
@@ -90,9 +90,9 @@ class Rounds:
         device = mail.layout.device
         ranks = topology.slice_ranks()
         self._rank = ranks[topology.node]
-        self._members = None if group is None else Members(group, topology.node, ranks, device)
+        self._members = None if connection is None else Members(connection, topology.node, ranks, device)
         self._seals = Seals(kernels, mail.layout, status)
-        self._sealed = group is not None or topology.slices > 1
+        self._sealed = connection is not None or topology.slices > 1
         owners = [topology.owner(shard) for shard in range(mail.layout.workers * mail.layout.slices)]
         self._owners = torch.tensor(owners, dtype=torch.int64, device=device)
         self._word = None if self._members is None else LastWord(self._members, self._seals, mail.layout)

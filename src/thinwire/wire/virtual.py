@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.errors import PeerLost
+from thinwire.wire.groups import Connection
 from thinwire.wire.memory import HOST
 from thinwire.wire.peers import Peers, here
 
@@ -192,13 +193,12 @@ class VirtualPeers(Peers):
         """See `Peers`."""
         return self.gather(value, stage, step)
 
-    def private_group(self, members: Sequence[int]) -> dist.ProcessGroup | None:
+    def connect(self, members: Sequence[int], name: str, device: torch.device) -> Connection | None:
         """See `Peers`."""
         if len(members) == 1:
             return None
-        # All members make their groups in the same order.
-        name = (*members, self.world.count(tuple(members), self.rank))
-        return VirtualGroup(self.world, list(members).index(self.rank), len(members), self.rank, name)
+        own = list(members).index(self.rank)
+        return Connection(VirtualGroup(self.world, own, len(members), self.rank, (*members, name)))
 
 
 class VirtualGroup(dist.ProcessGroup):

@@ -15,17 +15,19 @@ from rich.console import Console
 from thinwire.cli.chaos.ranks import Nursery
 from thinwire.cli.chaos.results import Report
 from thinwire.cli.chaos.supervisor import Limits, Supervisor, UnfinishedError
-from thinwire.cli.options import integer, output_file
+from thinwire.cli.options import LARGEST_SEED, integer, number, output_file
 from thinwire.testbed import Testbed, TestbedUnavailable
 from thinwire.testbed.signals import signals_deferred
 
 
 def chaos(
-    minutes: Annotated[float, typer.Option(min=0.0, help="After so long there are no more faults.")] = 5.0,
-    seed: Annotated[int, integer(0, "Decides the models, the data and the faults, but for their timing.")] = 0,
+    minutes: Annotated[float, number(0, 1e5, "After so long there are no more faults.")] = 5.0,
+    seed: Annotated[
+        int, integer(0, "Decides the models, the data and the faults, but for their timing.", maximum=LARGEST_SEED)
+    ] = 0,
     hosts: Annotated[int, integer(2, "Hosts, with one rank each.")] = 4,
-    faults: Annotated[int | None, typer.Option(min=1, help="After so many there are no more.")] = None,
-    timeout: Annotated[float, typer.Option(min=1.0, help="Of the process groups, in seconds.")] = 5.0,
+    faults: Annotated[int | None, integer(1, "After so many there are no more.")] = None,
+    timeout: Annotated[float, number(1, 3600, "Of the process groups, in seconds.")] = 5.0,
     json: Annotated[Path | None, output_file("Write everything that happened to this file.")] = None,
 ) -> None:
     """Kill, freeze, cut off, slow down and corrupt ranks that train, and compare with a run without faults, to the bit.
@@ -61,7 +63,7 @@ def chaos(
     report.print(console)
     if json is not None:
         report.write(json)
-        console.print(f"Wrote {json}", highlight=False, soft_wrap=True)
+        console.print(f"Wrote {json}", markup=False, emoji=False, highlight=False, soft_wrap=True)
     if unfinished:
         typer.echo(f"thinwire chaos: {unfinished}", err=True)
     if unfinished or report.wrongs:

@@ -6,40 +6,16 @@ import hashlib
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-import thinwire
+from thinwire.cli.registry import OPTIMIZERS, offered
 from thinwire.optimizers._base import WireOptimizer
 
-# Every optimizer meets all its stages long before the last step, whatever it was restarted for.
-_WARM_UP = 15
+_LR = 1e-3
 _REPLICA_CHECK = 7
 """Steps between checks of the replicas: often, and seldom together with a checkpoint."""
-_FROZEN = {"lr": 1e-3, "betas": (0.9, 0.9), "warmup_steps": _WARM_UP}
-_VARIANCE = {
-    "lr": 1e-3,
-    "betas": (0.9, 0.9),
-    "var_freeze_step": _WARM_UP,
-    "var_update_scaler": 4,
-    "local_step_scaler": 8,
-    "local_step_clipper": 4,
-}
-
-CONTENDERS: dict[str, tuple[type[WireOptimizer], dict[str, Any]]] = {
-    "birder": (thinwire.Birder, {"lr": 1e-3}),
-    "onebit-adam": (thinwire.OneBitAdam, _FROZEN),
-    "zero-one-adam": (thinwire.ZeroOneAdam, _VARIANCE),
-    "onebit-lamb": (thinwire.OneBitLamb, _FROZEN),
-    "lamb": (thinwire.Lamb, {"lr": 1e-3}),
-    "cd-adam": (thinwire.CDAdam, {"lr": 1e-3}),
-    "cd-adam-topk": (thinwire.CDAdam, {"lr": 1e-3, "codec": "topk"}),
-    "sketched-amsgrad": (thinwire.SketchedAMSGrad, {"lr": 1e-3}),
-}
-"""Those that take turns. A new optimizer is one line."""
-_WITH_LOCAL_STEPS = {"zero-one-adam"}
 
 _TOKENS, _CLASSES, _BATCH = 60, 40, 4
 _NOT_FINITE = (float("nan"), float("inf"), -float("inf"))
@@ -50,7 +26,7 @@ class Episode:
     """A run that is to end with the same bits, whatever happens to it."""
 
     number: int
-    contender: str
+    optimizer_name: str
     ranks: int
     ranks_a_node: int
     """More than one: hierarchical."""
@@ -63,12 +39,12 @@ class Episode:
     def label(self) -> str:
         """For people to read."""
         nodes = "" if self.ranks_a_node == 1 else f", {self.ranks // self.ranks_a_node} x {self.ranks_a_node}"
-        return f"{self.contender}{nodes}"
+        return f"{self.optimizer_name}{nodes}"
 
     @property
     def has_local_steps(self) -> bool:
         """Whether nodes take steps of which others know nothing."""
-        return self.contender in _WITH_LOCAL_STEPS
+        return OPTIMIZERS[self.optimizer_name].stages.has_local_steps
 
     def model(self) -> Net:
         """The same on every rank."""
@@ -77,8 +53,11 @@ class Episode:
 
     def optimizer(self, model: nn.Module) -> WireOptimizer:
         """Of all parameters of a model."""
-        kind, settings = CONTENDERS[self.contender]
-        return kind(model.parameters(), **settings, bucket_mb=self.bucket_mb, check_replicas_every=_REPLICA_CHECK)
+        entry = OPTIMIZERS[self.optimizer_name]
+        # All stages come long before the last step, however often the run restarts.
+        settings = {"lr": _LR, **entry.options, **entry.stages.fifty_steps}
+        every = {"bucket_mb": self.bucket_mb, "check_replicas_every": _REPLICA_CHECK}
+        return entry.build(model.parameters(), {**settings, **every})
 
     def batch(self, rank: int, step: int) -> Batch:
         """What a rank learns from in a step."""
@@ -137,12 +116,12 @@ def episodes(seed: int, ranks: int) -> Iterator[Episode]:
     """One after the other, for ever: all optimizers in turn, and every third time in nodes where ranks allow it."""
     number = 0
     while True:
-        for contender in CONTENDERS:
+        for name in offered("chaos"):
             draw = random.Random(f"{seed} {number}")
             in_nodes = ranks >= 4 and ranks % 2 == 0 and number % 3 == 2
             yield Episode(
                 number=number,
-                contender=contender,
+                optimizer_name=name,
                 ranks=ranks,
                 ranks_a_node=2 if in_nodes else 1,
                 bucket_mb=draw.choice((0.01, 0.02, 0.05)),

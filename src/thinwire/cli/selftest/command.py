@@ -13,7 +13,7 @@ import torch.distributed as dist
 import typer
 from rich.console import Console
 
-from thinwire.cli.options import output_file
+from thinwire.cli.options import MOST_RANKS, integer, output_file
 from thinwire.cli.selftest import machine, speed
 from thinwire.cli.selftest.laws import LAWS, SECONDS, Law, judge
 from thinwire.cli.selftest.ranks import Outcome, Part, run_parts
@@ -38,7 +38,7 @@ class UnfitMachineError(Exception):
 def selftest(
     device: Annotated[Device, typer.Option(help="Test GPUs, over NCCL, or the CPU, over gloo.")],
     ranks: Annotated[
-        int | None, typer.Option(min=1, show_default=f"all GPUs, or {CPU_RANKS}", help="Local processes, one a GPU.")
+        int | None, integer(1, f"Local processes, one a GPU; by default all GPUs, or {CPU_RANKS}.", maximum=MOST_RANKS)
     ] = None,
     json: Annotated[Path | None, output_file("Write everything to this file.")] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown, to be pasted into an issue.")] = False,

@@ -14,8 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-OURS = "thinwire"
-"""How thinwire describes the groups of its lanes."""
+from thinwire.wire.groups import DESCRIPTION
 
 
 @dataclass
@@ -56,7 +55,7 @@ _SIZES: dict[str, Callable[..., int]] = {
 
 
 @contextmanager
-def counted_bytes(description: str = OURS) -> Iterator[Counter]:
+def counted_bytes(description: str = DESCRIPTION) -> Iterator[Counter]:
     """Count what is sent inside, by all threads, over groups of this description."""
     counter = Counter()
     kind = dist.ProcessGroup

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -136,9 +138,11 @@ class Results:
         for section in self._sections():
             rules = ["--:" if column in section.numeric else "---" for column in section.columns]
             rows = [section.columns, rules, *section.rows]
-            lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+            lines = ["| " + " | ".join(map(_markdown_cell, row)) + " |" for row in rows]
             parts.append("\n".join([f"### {section.title}", "", *lines]))
-        parts += ["\n".join([f"### {title}", "", "```text", *lines, "```"]) for title, lines in self._remarks()]
+        for title, lines in self._remarks():
+            fence = _fence(lines)
+            parts.append("\n".join([f"### {title}", "", f"{fence}text", *lines, fence]))
         return "\n\n".join(parts) + "\n"
 
     def write_json(self, path: Path) -> None:
@@ -150,6 +154,17 @@ class Results:
             "steps": [{**asdict(s), "ratio": s.ratio} for s in self.steps],
         }
         path.write_text(json.dumps(figures, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _markdown_cell(text: str) -> str:
+    """Text that stays in its cell of a table, and is shown as it is."""
+    return re.sub(r"([\\`*|\[\]])", r"\\\1", html.escape(" ".join(text.split()), quote=False))
+
+
+def _fence(lines: Sequence[str]) -> str:
+    """What begins and ends a block of code that contains these lines."""
+    longest = max((len(run) for line in lines for run in re.findall("`+", line)), default=0)
+    return "`" * max(3, longest + 1)
 
 
 def _loud(status: str) -> str:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
+from thinwire.cli.registry import Entry, offered
 from thinwire.cli.selftest.site import CPU, Findings, Site
 from thinwire.optimizers._base import WireOptimizer
 
@@ -30,9 +31,8 @@ LR = 0.01
 _BUCKET_MB = 0.006
 """Makes four buckets of them."""
 
-_SOON = {"betas": (0.5, 0.5)}
-_WARM_UP = {**_SOON, "warmup_steps": 2}
-_VARIANCE = {**_SOON, "var_freeze_step": 3, "var_update_scaler": 2, "local_step_scaler": 2, "local_step_clipper": 2}
+_QUICK = {"birder", "onebit-adam", "cd-adam"}
+"""Those that are tested if only a few are."""
 
 
 @dataclass(frozen=True)
@@ -51,24 +51,20 @@ class Subject:
     """Whether it is one of those that are tested if only a few are."""
 
 
+def _subject(entry: Entry) -> Subject:
+    return Subject(
+        entry.label,
+        entry.optimizer,
+        {**entry.options, **entry.stages.nine_steps, **entry.selftest},
+        buckets_matter=entry.scales_per_bucket,
+        always_together=entry.stages.synchronous,
+        quick=entry.name in _QUICK,
+    )
+
+
 SUBJECTS = (
-    Subject("Birder", thinwire.Birder, quick=True),
-    Subject("Birder with a majority", thinwire.Birder, {"downlink": "majority"}),
-    Subject("Birder with votes", thinwire.Birder, {"downlink": "votes"}),
+    *map(_subject, offered("selftest").values()),
     Subject("Birder of bfloat16", thinwire.Birder, dtype=torch.bfloat16),
-    Subject("1-bit Adam", thinwire.OneBitAdam, _WARM_UP, buckets_matter=True, quick=True),
-    Subject(
-        "0/1 Adam",
-        thinwire.ZeroOneAdam,
-        _VARIANCE,
-        buckets_matter=True,
-        always_together={"local_step_scaler": 10**9},
-    ),
-    Subject("LAMB", thinwire.Lamb, _SOON),
-    Subject("1-bit LAMB", thinwire.OneBitLamb, _WARM_UP, buckets_matter=True),
-    Subject("CD-Adam", thinwire.CDAdam, buckets_matter=True, quick=True),
-    Subject("CD-Adam with top-k", thinwire.CDAdam, {"codec": "topk", "ratio": 0.1}, buckets_matter=True),
-    Subject("SketchedAMSGrad", thinwire.SketchedAMSGrad),
 )
 
 

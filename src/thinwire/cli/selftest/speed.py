@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from thinwire.cli.bench_exchange import SHAPE, SUBJECTS, VOCABULARY, Subject
+from thinwire.cli.bench_exchange import SHAPE, VOCABULARY
 from thinwire.cli.charlm import CharTransformer, ModelShape
+from thinwire.cli.registry import OPTIMIZERS, Entry
 from thinwire.cli.selftest.site import Site
 from thinwire.kernels import ops
 from thinwire.kernels.modes import Say, Source
@@ -27,7 +28,7 @@ MEMCPY = "memcpy of fp32"
 _VOTERS = 8
 _LAUNCHES = 20
 """Kernels between two events on a GPU, which would otherwise measure how long one takes to start."""
-_RACERS = ("birder", "onebit-adam", "zero-one-adam", "cd-adam")
+_TIMED = ("birder", "onebit-adam", "zero-one-adam", "cd-adam")
 _QUICK_SHAPE = ModelShape(layers=1, width=64, context=32)
 
 
@@ -217,16 +218,17 @@ class Steps:
 
 def steps(site: Site) -> list[Steps]:
     """Measured by all ranks together."""
-    names = _RACERS[:1] if site.quick else _RACERS
-    return [_race(site, SUBJECTS[name]) for name in names]
+    names = _TIMED[:1] if site.quick else _TIMED
+    return [_time_steps(site, OPTIMIZERS[name]) for name in names]
 
 
-def _race(site: Site, subject: Subject) -> Steps:
+def _time_steps(site: Site, entry: Entry) -> Steps:
     shape = _QUICK_SHAPE if site.quick else SHAPE
     torch.manual_seed(0)
     nets = [CharTransformer(VOCABULARY, shape).to(site.device) for _ in range(2)]
     ours, theirs = (DistributedDataParallel(net, **site.ddp_options(site.device, site.group)) for net in nets)
-    optimizer = subject.optimizer(ours.parameters(), topology="flat", process_group=site.group, **subject.settings)
+    where = {"topology": "flat", "process_group": site.group}
+    optimizer = entry.build(ours.parameters(), {**where, **entry.measured()})
     thinwire.attach(ours, optimizer)
     adamw = torch.optim.AdamW(theirs.parameters(), fused=True)
     batch = 2 if site.device.type == "cpu" else 32
@@ -239,16 +241,16 @@ def _race(site: Site, subject: Subject) -> Steps:
             by.zero_grad()
 
     count = 1 if site.device.type == "cpu" else 10
-    train(ours, optimizer, subject.settling_steps)
+    train(ours, optimizer, entry.stages.settling_steps)
     taken: tuple[list[float], list[float]] = ([], [])
     for turn in range((3 if site.quick else 10) + 1):
-        for side, contender in enumerate(((ours, optimizer), (theirs, adamw))):
+        for side, trained in enumerate(((ours, optimizer), (theirs, adamw))):
             dist.barrier()
             began = time.perf_counter()
-            train(*contender, count)
+            train(*trained, count)
             site.finish()
             dist.barrier()  # steps are over when the slowest rank is through with them
             if turn:
                 taken[side].append((time.perf_counter() - began) / count)
     parameters = sum(p.numel() for p in ours.parameters())
-    return Steps(subject.label + subject.stage, parameters, *(1 / median(seconds) for seconds in taken))
+    return Steps(entry.label + entry.stages.measured_name, parameters, *(1 / median(seconds) for seconds in taken))

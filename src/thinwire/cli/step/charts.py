@@ -10,8 +10,11 @@ import io
 import math
 import re
 import statistics
+import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,6 +43,8 @@ COLOURS = {
 }
 PARTS = {"compute": "compute", "optimizer": "optimizer", "exposed_wait": "wait", "rest": "rest"}
 """Of a step, as `Row` calls them, and their colours."""
+# matplotlib escapes < and > in texts and attributes.
+_TAG = re.compile(r"<[^>]*>")
 PANEL_INCHES = 4.7
 ROW_INCHES = 0.27
 _STYLE: dict[Any, Any] = {
@@ -200,9 +205,9 @@ def _draw_bytes(rows: Sequence[Row], methods: Sequence[str]) -> Callable[[Axes],
             for method in dict.fromkeys(row.method for row in rows)
         }
         theory = {row.method: row.bytes_theory for row in rows if row.bytes_theory > 0}
-        least = 10 ** math.floor(math.log10(max(1.0, min(sent.values()))))
+        least = 10.0 ** math.floor(math.log10(max(1.0, min(sent.values()))))
         axes.set_xscale("log")
-        axes.set_xlim(least, 30 * max(sent.values()))
+        axes.set_xlim(least, 30 * max(least, *sent.values()))
         for position, method in _name_rows(axes, methods):
             if method not in sent:
                 _write(axes, least, position, "failed", muted=True)
@@ -281,7 +286,8 @@ def _side(method: str) -> str:
 
 def _name_rows(axes: Axes, methods: Sequence[str]) -> Iterator[tuple[int, str]]:
     """A row of the chart for each method, the first at the top."""
-    axes.set_yticks(range(len(methods)), methods)
+    # A name with two dollar signs is no formula.
+    axes.set_yticks(range(len(methods)), [words.shortened(method) for method in methods], parse_math=False)
     axes.set_ylim(len(methods) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="x", linewidth=0.8)
@@ -323,8 +329,7 @@ def svg(model: str, section: Section, panel: Panel) -> str:
     """A panel as an `<svg>` element that takes its colours from the page around it."""
     label = f"{model}, {section.title}, {panel.title}"
     # Several drawings share a page: the salt makes their ids differ, and the same ones every time.
-    style: dict[Any, Any] = {**_STYLE, "svg.hashsalt": label}
-    with mpl.rc_context(style):
+    with _styled(**{"svg.hashsalt": label}):
         # A figure of its own, without pyplot: no display is looked for and no global state is left.
         figure = Figure(figsize=(PANEL_INCHES, panel.inches), layout="constrained")
         axes = figure.subplots()
@@ -338,15 +343,32 @@ def svg(model: str, section: Section, panel: Panel) -> str:
 
 def _for_the_page(drawn: str, label: str) -> str:
     drawn = drawn[drawn.index("<svg") :]
-    for role, colour in COLOURS.items():
-        drawn = drawn.replace(colour, f"var(--{role})")
     # An id that nobody refers to is a number that all drawings count from one.
-    referred = set(re.findall(r"#([\w-]+)", drawn))
-    drawn = re.sub(r' id="([^"]*)"', lambda found: found[0] if found[1] in referred else "", drawn)
+    referred = {name for tag in _TAG.findall(drawn) for name in re.findall(r"#([\w-]+)", tag)}
+
+    def adapted(tag: str) -> str:
+        for role, colour in COLOURS.items():
+            tag = tag.replace(colour, f"var(--{role})")
+        return re.sub(r' id="([^"]*)"', lambda found: found[0] if found[1] in referred else "", tag)
+
+    # Tags only: the texts between them may contain names that look like an id or a colour.
+    drawn = _TAG.sub(lambda found: adapted(found[0]), drawn)
     drawn = re.sub(r"<metadata>.*?</metadata>\s*", "", drawn, flags=re.DOTALL)
     return re.sub(
-        r"<svg [^>]*?(viewBox=\"[^\"]*\")[^>]*>", rf'<svg \1 role="img" aria-label="{label}">', drawn, count=1
+        r"<svg [^>]*?(viewBox=\"[^\"]*\")[^>]*>",
+        lambda found: f'<svg {found[1]} role="img" aria-label="{escape(words.visible(label))}">',
+        drawn,
+        count=1,
     )
+
+
+@contextmanager
+def _styled(**more: Any) -> Iterator[None]:
+    style: dict[Any, Any] = {**_STYLE, **more}
+    with mpl.rc_context(style), warnings.catch_warnings():
+        # Names may be in any script. A browser finds a font for it, and matplotlib draws a box.
+        warnings.filterwarnings("ignore", message=r"Glyph \d+ .* missing from font")
+        yield
 
 
 def write_png(path: Path, results: Results) -> None:
@@ -354,7 +376,7 @@ def write_png(path: Path, results: Results) -> None:
     drawn = [(model, section) for model in results.plan.models for section in sections(results, model)]
     widest = max(len(section.panels) for _, section in drawn)
     heights = [max(panel.inches for panel in section.panels) + 0.45 for _, section in drawn]
-    with mpl.rc_context(_STYLE):
+    with _styled():
         figure = Figure(figsize=(PANEL_INCHES * widest, sum(heights)), layout="constrained")
         rows = figure.subfigures(len(drawn), 1, height_ratios=heights, squeeze=False)[:, 0]
         for row, (model, section) in zip(rows, drawn, strict=True):

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from thinwire.cli.step import conductor, words
-from thinwire.cli.step.methods import CANNOT_RUN, METHODS, with_buckets
+from thinwire.cli.step.methods import CANNOT_RUN, LARGEST_BUCKET_MB, METHODS, SMALLEST_BUCKET_MB, with_buckets
 from thinwire.cli.step.models import MODELS
 from thinwire.cli.step.results import Plan, Results, describe_machine
 from thinwire.cli.step.tables import print_results
@@ -72,8 +72,11 @@ def _bucket_sizes(text: str) -> tuple[float, ...]:
             sizes.append(float(part))
         except ValueError:
             sizes.append(math.nan)
-        if not 0 < sizes[-1] < math.inf:
-            raise typer.BadParameter(f"must be numbers of MB, like 1,2,4; got {part!r}", param_hint="--buckets")
+        if not SMALLEST_BUCKET_MB <= sizes[-1] <= LARGEST_BUCKET_MB:
+            limits = f"each from {SMALLEST_BUCKET_MB:g} to {LARGEST_BUCKET_MB:g}"
+            raise typer.BadParameter(
+                f"must be numbers of MB, like 1,2,4; got {part!r} ({limits} MB)", param_hint="--buckets"
+            )
     return tuple(sizes)
 
 
@@ -114,10 +117,14 @@ def measure(plan: Plan, errors: Console) -> Results:
 
 
 def read(path: Path) -> Results:
-    """The results of an earlier run."""
+    """The results of an earlier run.
+
+    Raises:
+        typer.BadParameter: for a file that is none; the message names it, and the field that is wrong.
+    """
     try:
         return Results.from_json(path.read_text(encoding="utf-8"))
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise typer.BadParameter(f"{str(path)!r}: {error}", param_hint="--from-json") from None
 
 
@@ -142,4 +149,4 @@ def report(results: Results, console: Console, *, json: Path | None, html: Path 
         charts.write_png(png, results)
     for path in (json, html, png):
         if path is not None:
-            console.print(f"Wrote {path}", highlight=False, soft_wrap=True)
+            console.print(f"Wrote {path}", markup=False, emoji=False, highlight=False, soft_wrap=True)

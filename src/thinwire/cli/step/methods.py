@@ -1,13 +1,12 @@
-"""Who takes part: one row a method, with how it is set up on a DDP model and what it has to send.
+"""The methods that are compared: how each is set up on a DDP model, and what it has to send.
 
-A new optimizer is one row of `METHODS`.
+Thinwire's optimizers come from the registry.
 """
 
 # No `from __future__ import annotations` here: DDP inspects the annotations of its hooks and wants types, not strings.
 import importlib.metadata
-import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,14 +20,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import thinwire
-from thinwire.cli.stages import LOCAL_CYCLE, MOSTLY_LOCAL, SYNCHRONISING, WARMED_UP
-from thinwire.optimizers._base import WireOptimizer
+from thinwire.cli.registry import OPTIMIZERS, Bits, offered
+from thinwire.cli.stages import LOCAL_CYCLE, MOSTLY_LOCAL
 
 POWERSGD_RANK = 1
 # torch's smallest: the hook averages densely in the steps before. Warm-up has more steps than that.
 POWERSGD_BEGINS_AT = 2
-TOPK_OF = 64
-"""Of so many elements top-k sends one, by index and value: as many bytes as signs take."""
+SMALLEST_BUCKET_MB, LARGEST_BUCKET_MB = 1e-3, 1e6
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,7 @@ def method_named(name: str) -> Method:
         KeyError: for any other name.
     """
     size = bucket_size(name)
-    return METHODS[name] if size is None else _thinwire(thinwire.Birder, f"flat, bucket_mb={size:g}", bucket_mb=size)
+    return METHODS[name] if size is None else _thinwire("birder", f"flat, bucket_mb={size:g}", bucket_mb=size)
 
 
 def with_buckets(megabytes: float) -> str:
@@ -87,9 +85,20 @@ def with_buckets(megabytes: float) -> str:
 
 
 def bucket_size(name: str) -> float | None:
-    """What `with_buckets` made a name of."""
-    sized = re.fullmatch(r"birder@(.+)MB", name)
-    return float(sized[1]) if sized else None
+    """What `with_buckets` made a name of; None for any other name."""
+    sized = re.fullmatch(r"birder@([0-9.e+-]+)MB", name)
+    if sized is None:
+        return None
+    try:
+        size = float(sized[1])
+    except ValueError:
+        return None
+    return size if SMALLEST_BUCKET_MB <= size <= LARGEST_BUCKET_MB and with_buckets(size) == name else None
+
+
+def is_method(name: str) -> bool:
+    """Whether `method_named` knows the name."""
+    return name in METHODS or bucket_size(name) is not None
 
 
 def obstacle(name: str, cluster: Cluster) -> str | None:
@@ -165,18 +174,14 @@ def _low_rank(cluster: Cluster, shapes: Shapes) -> float:
     return _ring(cluster, 4 * sent)
 
 
-def _between_ranks(bits_up: float, bits_down: Callable[[int], float]) -> Theory:
-    """Every rank sends so many bits an element to the owner of its shard, and as an owner its answer to everybody."""
+def _between_ranks(bits: Bits) -> Theory:
+    """Every rank sends to the owners of shards, and as an owner its answer to every rank."""
 
     def theory(cluster: Cluster, shapes: Shapes) -> float:
         on_other_hosts = (cluster.world - cluster.ranks) / cluster.world
-        return cluster.ranks * on_other_hosts * (bits_up + bits_down(cluster.world)) * _elements(shapes) / 8
+        return cluster.ranks * on_other_hosts * (bits.up + bits.down(cluster.world)) * _elements(shapes) / 8
 
     return theory
-
-
-def _each_way(bits: float) -> Theory:
-    return _between_ranks(bits, lambda _: bits)
 
 
 def _between_hosts(cluster: Cluster, shapes: Shapes) -> float:
@@ -184,40 +189,31 @@ def _between_hosts(cluster: Cluster, shapes: Shapes) -> float:
     return 2 * (cluster.hosts - 1) / cluster.hosts * _elements(shapes) / 8
 
 
-def _sketch_and_picked(sketch: float, picked: float) -> Theory:
-    """Sums of floats: a sketch of so many an element, then two for each of the coordinates that are picked."""
-    return _each_way(32 * (sketch + 2 * picked))
-
-
-def _vote_count_bits(voters: int) -> int:
-    return math.ceil(math.log2(voters + 1))
-
-
-_ONE_BIT_EACH_WAY = _each_way(1)
-
-
 # The rows -------------------------------------------------------------------------------------------------------------
 
 
 def _thinwire(
-    optimizer_class: type[WireOptimizer],
-    variant: str,
+    name: str,
+    described_as: str,
     *,
+    settings: Mapping[str, Any] | None = None,
     overlap: bool = True,
-    theory: Theory = _ONE_BIT_EACH_WAY,
+    theory: Theory | None = None,
     obstacle: Callable[[Cluster], str | None] = _nothing_in_the_way,
     cycle: int = 1,
     **options: Any,
 ) -> Method:
-    options = {"topology": "flat", **options}
+    """An optimizer of the registry, with `settings` instead of those of its measured stage, and other options added."""
+    entry = OPTIMIZERS[name]
+    arguments = {"topology": "flat", **(entry.measured() if settings is None else settings), **options}
 
     def prepare(model: DistributedDataParallel) -> Optimizer:
-        optimizer = optimizer_class(model.parameters(), **options)
+        optimizer = entry.build(model.parameters(), arguments)
         thinwire.attach(model, optimizer, overlap=overlap)
         return optimizer
 
-    description = f"DDP + thinwire.{optimizer_class.__name__}, {variant}"
-    return Method(description, prepare, theory, obstacle, cycle, ours=True)
+    description = f"DDP + thinwire.{entry.optimizer.__name__}, {described_as}"
+    return Method(description, prepare, theory or _between_ranks(entry.bits), obstacle, cycle, ours=True)
 
 
 def _needs_several_ranks_a_host(cluster: Cluster) -> str | None:
@@ -236,6 +232,48 @@ def _no_onebit_adam() -> str:
     )
 
 
+_VARIANTS: dict[str, dict[str, Method]] = {
+    "birder": {
+        "birder-no-overlap": _thinwire("birder", "flat, exchanged in step() instead of during backward", overlap=False),
+    },
+    "birder-votes": {
+        "birder-hierarchical": _thinwire(
+            "birder",
+            "hierarchical: hosts vote",
+            theory=_between_hosts,
+            obstacle=_needs_several_ranks_a_host,
+            topology="hierarchical",
+        ),
+    },
+    "onebit-adam": {
+        "onebit-adam-warmup": _thinwire(
+            "onebit-adam",
+            "flat, in its warm-up: floats",
+            settings={"warmup_steps": "auto"},
+            theory=_between_ranks(Bits.each_way(32)),
+        ),
+    },
+    "zero-one-adam": {
+        "zero-one-adam-local": _thinwire(
+            "zero-one-adam",
+            f"flat, synchronising at every {LOCAL_CYCLE}th step; means over {LOCAL_CYCLE} steps",
+            settings=MOSTLY_LOCAL,
+            theory=_between_ranks(Bits.each_way(1 / LOCAL_CYCLE)),
+            cycle=LOCAL_CYCLE,
+        ),
+    },
+}
+"""Optimizers of the registry with other options, by the entry that they follow in lists."""
+
+
+def _registered() -> dict[str, Method]:
+    found: dict[str, Method] = {}
+    for name, entry in offered("bench step").items():
+        found[name] = _thinwire(name, entry.measured_as)
+        found |= _VARIANTS.get(name, {})
+    return found
+
+
 METHODS: dict[str, Method] = {
     "ddp-adamw": Method("DDP averaging in fp32 + fused AdamW", _adamw, _dense(4)),
     "ddp-bf16": Method("DDP averaging in bf16 + fused AdamW", _with_hook(_average_bf16, state=lambda: None), _dense(2)),
@@ -244,47 +282,7 @@ METHODS: dict[str, Method] = {
         _with_hook(powerSGD_hook.powerSGD_hook, _powersgd_state),
         _low_rank,
     ),
-    "birder": _thinwire(thinwire.Birder, "flat"),
-    "birder-no-overlap": _thinwire(
-        thinwire.Birder, "flat, exchanged in step() instead of during backward", overlap=False
-    ),
-    "birder-majority": _thinwire(thinwire.Birder, 'flat, downlink="majority"', downlink="majority"),
-    "birder-votes": _thinwire(
-        thinwire.Birder, 'flat, downlink="votes"', theory=_between_ranks(1, _vote_count_bits), downlink="votes"
-    ),
-    "birder-hierarchical": _thinwire(
-        thinwire.Birder,
-        "hierarchical: hosts vote",
-        theory=_between_hosts,
-        obstacle=_needs_several_ranks_a_host,
-        topology="hierarchical",
-    ),
-    "onebit-adam": _thinwire(thinwire.OneBitAdam, "flat, after its warm-up", **WARMED_UP),
-    "onebit-adam-warmup": _thinwire(
-        thinwire.OneBitAdam, "flat, in its warm-up: floats", theory=_each_way(32), warmup_steps="auto"
-    ),
-    "zero-one-adam": _thinwire(thinwire.ZeroOneAdam, "flat, synchronising at every step", **SYNCHRONISING),
-    "zero-one-adam-local": _thinwire(
-        thinwire.ZeroOneAdam,
-        f"flat, synchronising at every {LOCAL_CYCLE}th step; means over {LOCAL_CYCLE} steps",
-        theory=_each_way(1 / LOCAL_CYCLE),
-        cycle=LOCAL_CYCLE,
-        **MOSTLY_LOCAL,
-    ),
-    "onebit-lamb": _thinwire(thinwire.OneBitLamb, "flat, after its warm-up", **WARMED_UP),
-    "cd-adam": _thinwire(thinwire.CDAdam, "flat", theory=_each_way(65 / 64)),
-    "cd-adam-topk": _thinwire(
-        thinwire.CDAdam,
-        f'flat, codec="topk": one element in {TOPK_OF}, 64 bits each',
-        theory=_each_way(64 / TOPK_OF),
-        codec="topk",
-        ratio=1 / TOPK_OF,
-    ),
-    "sketched-amsgrad": _thinwire(
-        thinwire.SketchedAMSGrad,
-        "flat: sketches of 5 × d/50, and d/100 coordinates; both exchanged in step(), one after the other",
-        theory=_sketch_and_picked(sketch=5 / 50, picked=1 / 100),
-    ),
+    **_registered(),
     "local": Method(
         "DDP with a hook that sends nothing + fused AdamW: the limit",
         _with_hook(_keep_local, state=lambda: None),

@@ -7,7 +7,7 @@ from html import escape
 from itertools import groupby
 
 from thinwire.cli.step import charts, words
-from thinwire.cli.step.methods import METHODS, method_named
+from thinwire.cli.step.methods import is_method, method_named
 from thinwire.cli.step.models import MODELS, parameter_count
 from thinwire.cli.step.results import BASELINE, LIMIT, Results, Row
 from thinwire.cli.step.tables import HEADINGS, cells
@@ -30,7 +30,7 @@ _DARK = {
 }
 _CSS = """
 body { margin: 0 auto; padding: 1.5rem 1rem 4rem; max-width: 76rem; background: var(--paper); color: var(--ink);
-  font: 16px/1.5 system-ui, "Segoe UI", Roboto, "Helvetica Neue", "DejaVu Sans", sans-serif; }
+  font: 16px/1.5 system-ui, "Segoe UI", Roboto, "Helvetica Neue", "DejaVu Sans", sans-serif; overflow-wrap: anywhere; }
 h1 { font-size: 1.7rem; line-height: 1.2; margin: 0 0 .3rem; }
 h2 { font-size: 1.3rem; margin: 2.6rem 0 .4rem; padding-top: .8rem; border-top: 1px solid var(--grid); }
 h3 { font-size: 1.05rem; margin: 1.8rem 0 .2rem; }
@@ -51,12 +51,25 @@ th:first-child, td:first-child { text-align: left; padding-left: 0; white-space:
 .figures td:first-child { white-space: nowrap; }
 th.text, td.text { white-space: normal; text-align: left; min-width: 12rem; }
 .ours td:first-child { color: var(--ours); font-weight: 600; }
-.met { color: var(--limit); font-weight: 600; } .MISSED { color: var(--wait); font-weight: 600; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1rem; } dd { margin: 0; }
+dl { display: grid; grid-template-columns: minmax(0, max-content) minmax(0, 1fr); gap: .15rem 1rem; } dd { margin: 0; }
 code, pre { font: .86em/1.45 ui-monospace, Consolas, "DejaVu Sans Mono", monospace; }
 pre { background: var(--shade); padding: .7rem .9rem; border-radius: .5rem; white-space: pre-wrap;
   overflow-wrap: anywhere; }
 """
+
+
+class _Html(str):
+    """Text that is HTML already; all other text is escaped where it enters the page."""
+
+    __slots__ = ()
+
+
+def _text(value: object) -> str:
+    return escape(words.visible(str(value)))
+
+
+def _cell(value: str) -> str:
+    return value if isinstance(value, _Html) else _text(value)
 
 
 def render(results: Results) -> str:
@@ -67,17 +80,8 @@ def render(results: Results) -> str:
     parts = [
         "<h1>Training steps over thin wires</h1>",
         f'<p class="quiet">{plan.hosts} hosts × {plan.ranks} {ranks} on one machine, links shaped to '
-        f"{escape(', '.join(words.rate(rate) for rate in plan.rates))} · {escape(str(results.machine['date']))}</p>",
+        f"{_text(', '.join(words.rate(rate) for rate in plan.rates))} · {_text(results.machine['date'])}</p>",
         _cards(rows),
-        "<h2>Bars</h2>",
-        "<p>Set before the measurement, for lm-7m on 4 hosts × 1 rank where nothing else is said.</p>",
-        _table(
-            ("what", "bar", "measured", ""),
-            (
-                (v.what, v.wanted, words.ratio(v.measured), f'<span class="{v.outcome}">{v.outcome}</span>')
-                for v in results.verdicts()
-            ),
-        ),
         *(_model(results, rows, model) for model in plan.models),
         _how(results),
     ]
@@ -100,7 +104,7 @@ def _variables(colours: dict[str, str]) -> str:
 def _cards(rows: Sequence[Row]) -> str:
     """The answer in a few numbers: Birder at each rate, of the first model."""
     cards = [
-        f'<div class="card">{escape(row.model)}, {escape(words.rate(row.rate))}<b>{words.ratio(row.speed_up)}</b>'
+        f'<div class="card">{_text(row.model)}, {_text(words.rate(row.rate))}<b>{words.ratio(row.speed_up)}</b>'
         f"as many steps as {BASELINE}"
         f"{f'; {words.ratio(row.to_limit)} the time of {LIMIT}' if row.to_limit else ''}</div>"
         for row in rows
@@ -112,12 +116,12 @@ def _cards(rows: Sequence[Row]) -> str:
 def _model(results: Results, rows: Sequence[Row], model: str) -> str:
     workload = MODELS[model]
     size = parameter_count(model)
-    parts = [f"<h2>{escape(model)}</h2>", f"<p>{escape(workload.description)} a rank; {size:,} parameters.</p>"]
+    parts = [f"<h2>{_text(model)}</h2>", f"<p>{_text(workload.description)} a rank; {size:,} parameters.</p>"]
     for section in charts.sections(results, model):
         drawn = "\n".join(charts.svg(model, section, panel) for panel in section.panels)
         parts += [
-            f"<h3>{escape(section.title)}</h3>",
-            f"<p>{escape(section.explanation)}</p>",
+            f"<h3>{_text(section.title)}</h3>",
+            f"<p>{_text(section.explanation)}</p>",
             f'<div class="charts">{drawn}</div>',
         ]
     parts.append("<h3>Figures</h3>")
@@ -127,7 +131,7 @@ def _model(results: Results, rows: Sequence[Row], model: str) -> str:
         ours = [method_named(row.method).ours for row in own]
         parts.append(_table(HEADINGS, map(cells, own), caption=caption, ours=ours))
     gone = [
-        (f"{one.method} ({one.outcome})", f"<code>{escape(one.reason)}</code>")
+        (f"{one.method} ({one.outcome})", _Html(f"<code>{_text(one.reason)}</code>"))
         for one in results.unmeasured
         if one.model == model
     ]
@@ -144,15 +148,15 @@ def _table(
     ours: Sequence[bool] = (),
     prose: bool = False,
 ) -> str:
-    """Cells are HTML already."""
+    """Cells are text, but for those that are `_Html`."""
     align = ' class="text"' if prose else ""
-    head = "".join(f"<th{align}>{heading}</th>" for heading in headings)
+    head = "".join(f"<th{align}>{_text(heading)}</th>" for heading in headings)
     body = ""
     for number, row in enumerate(rows):
         mark = ' class="ours"' if number < len(ours) and ours[number] else ""
-        first, *others = row
+        first, *others = map(_cell, row)
         body += f"<tr{mark}><td>{first}</td>" + "".join(f"<td{align}>{cell}</td>" for cell in others) + "</tr>\n"
-    title = f"<caption>{escape(caption)}</caption>" if caption else ""
+    title = f"<caption>{_text(caption)}</caption>" if caption else ""
     kind = ' class="figures"' if ours else ""
     return f'<div class="wide"><table{kind}>{title}<thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>'
 
@@ -161,12 +165,11 @@ def _how(results: Results) -> str:
     plan = results.plan
     methods = _table(
         ("method", "what it is"),
-        ((name, escape(method_named(name).description)) for name in plan.methods if name in METHODS or "@" in name),
+        ((name, method_named(name).description) for name in plan.methods if is_method(name)),
         prose=True,
     )
     facts = "".join(
-        f"<dt>{escape(name.replace('_', ' '))}</dt><dd>{escape(str(value))}</dd>"
-        for name, value in results.machine.items()
+        f"<dt>{_text(name.replace('_', ' '))}</dt><dd>{_text(value)}</dd>" for name, value in results.machine.items()
     )
     return f"""<h2>How it was measured</h2>
 <ul>
@@ -195,4 +198,4 @@ same for all.</li>
 </ul>
 {methods}
 <dl>{facts}</dl>
-<pre>{escape(results.command)}</pre>"""
+<pre>{_text(results.command)}</pre>"""

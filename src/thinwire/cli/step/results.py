@@ -1,6 +1,6 @@
 """What was measured, what follows from it, and both as JSON.
 
-`Results` holds what the ranks reported, turn by turn. Everything that a reader sees (`rows`, `verdicts`) is computed
+`Results` holds what the ranks reported, turn by turn. Everything that a reader sees (`rows`) is computed
 from it, so that a report can be made again from the file.
 """
 
@@ -19,8 +19,9 @@ from typing import Any
 import torch
 
 import thinwire
-from thinwire.cli.step.methods import Cluster, method_named
-from thinwire.cli.step.models import parameter_shapes
+from thinwire.cli.step.fields import Field
+from thinwire.cli.step.methods import Cluster, is_method, method_named
+from thinwire.cli.step.models import MODELS, parameter_shapes
 from thinwire.testbed import parse_rate
 
 BASELINE, LIMIT = "ddp-adamw", "local"
@@ -123,29 +124,6 @@ class Row:
     to_bound: float
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """A bar that was set beforehand, and whether it was met."""
-
-    what: str
-    bar: float
-    higher_is_better: bool
-    measured: float | None
-
-    @property
-    def outcome(self) -> str:
-        """In a word."""
-        if self.measured is None:
-            return "not measured"
-        met = self.measured >= self.bar if self.higher_is_better else self.measured <= self.bar
-        return "met" if met else "MISSED"
-
-    @property
-    def wanted(self) -> str:
-        """The bar as text."""
-        return f"{'≥' if self.higher_is_better else '≤'} {self.bar:g}"
-
-
 def describe_machine() -> dict[str, Any]:
     """What a reader needs to know of where it was measured, and when."""
     cpu = platform.processor() or platform.machine()
@@ -240,66 +218,103 @@ class Results:
                 to_bound=step.median / bound,
             )
 
-    def verdicts(self) -> list[Verdict]:
-        """The bars that optimizers have to clear, on the clusters for which they were set."""
-        on_4_hosts = (self.plan.hosts, self.plan.ranks) == (4, 1)
-        here = [row for row in self.rows() if on_4_hosts and row.model == "lm-7m"]
-        flat = {row.rate: row for row in here if row.method == "birder"}
-        hierarchical = [
-            row.bytes_sent / row.bytes_theory
-            for row in self.rows()
-            if (self.plan.hosts, self.plan.ranks, row.model, row.method) == (2, 2, "lm-7m", "birder-hierarchical")
-        ]
-        bytes_ratios = [row.bytes_sent / row.bytes_theory for row in flat.values()]
-
-        def of(rate: str, name: str) -> float | None:
-            return getattr(flat[rate], name) if rate in flat else None
-
-        def speed_at_100mbit(method: str) -> float | None:
-            return next((row.speed_up for row in here if (row.rate, row.method) == ("100mbit", method)), None)
-
-        return [
-            Verdict("100 Mbit/s: steps a second, Birder to ddp-adamw", 18.0, True, of("100mbit", "speed_up")),
-            Verdict("1 Gbit/s: steps a second, Birder to ddp-adamw", 2.4, True, of("1gbit", "speed_up")),
-            Verdict("unlimited: steps a second, Birder to ddp-adamw", 1.2, True, of("unlimited", "speed_up")),
-            Verdict("100 Mbit/s: time a step, Birder to local", 1.25, False, of("100mbit", "to_limit")),
-            Verdict("1 Gbit/s: time a step, Birder to local", 1.12, False, of("1gbit", "to_limit")),
-            Verdict("bytes that left a host to 2(n-1)/n·d/8, Birder", 1.10, False, max(bytes_ratios, default=None)),
-            Verdict(
-                "2 hosts × 2 ranks: bytes that left a host to 2(N-1)/N·d/8, hierarchical Birder",
-                1.10,
-                False,
-                max(hierarchical, default=None),
-            ),
-            *(
-                Verdict(f"100 Mbit/s: steps a second, {method} to ddp-adamw", 10.0, True, speed_at_100mbit(method))
-                for method in ("onebit-adam", "zero-one-adam", "onebit-lamb")
-            ),
-        ]
-
     def to_json(self) -> str:
         """What was measured, and what follows from it."""
-        verdicts = [asdict(v) | {"outcome": v.outcome} for v in self.verdicts()]
-        derived = {"rows": [asdict(row) for row in self.rows()], "bars": verdicts}
-        return json.dumps({"benchmark": "step", "format": FORMAT, **derived, **asdict(self)}, indent=1) + "\n"
+        rows = [asdict(row) for row in self.rows()]
+        return json.dumps({"benchmark": "step", "format": FORMAT, "rows": rows, **asdict(self)}, indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Results:
         """Read what `to_json` wrote; what follows from the measurements is computed anew.
 
         Raises:
-            ValueError: for anything else.
+            ValueError: for anything else; the message names the field.
         """
-        data = json.loads(text)
-        if not isinstance(data, dict) or (data.get("benchmark"), data.get("format")) != ("step", FORMAT):
+        try:
+            data = json.loads(text)
+        except RecursionError:
+            raise ValueError("nested too deeply") from None
+        known = isinstance(data, dict) and data.get("benchmark") == "step" and data.get("format") == FORMAT
+        if not known:
             raise ValueError(f"not a file of `thinwire bench step --json`, format {FORMAT}")
-        plan: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in data["plan"].items()
-        }
+        # What follows from the measurements is in the file too, and not read.
+        parts = {}
+        for name in ("command", "machine", "plan", "turns", "unmeasured"):
+            if name not in data:
+                raise ValueError(f"{name}: missing")
+            parts[name] = Field(name, data[name])
+        machine = {name: value.scalar() for name, value in parts["machine"].entries()}
+        if "date" not in machine:
+            raise ValueError("machine.date: missing")
+        plan = _read_plan(parts["plan"])
         return cls(
-            command=data["command"],
-            machine=data["machine"],
-            plan=Plan(**plan),
-            turns=[Turn(**turn) for turn in data["turns"]],
-            unmeasured=[Unmeasured(**gone) for gone in data["unmeasured"]],
+            command=parts["command"].text(),
+            machine=machine,
+            plan=plan,
+            turns=[_read_turn(turn, plan) for turn in parts["turns"].items(0, _MOST)],
+            unmeasured=[_read_unmeasured(gone, plan) for gone in parts["unmeasured"].items(0, _MOST)],
         )
+
+
+# Files may come from others, and from other versions. A number beyond these limits is no measurement, and would be a
+# division by zero, an overflow, or a page that no browser can show.
+_SHORTEST, _LONGEST = 1e-9, 1e9
+_MOST_BYTES = 1e18
+_MOST, _MOST_NAMES = 1_000_000, 200
+
+
+def _read_plan(field: Field) -> Plan:
+    found = field.members(("hosts", "ranks", "rates", "models", "methods", "rounds", "seconds"))
+    names = {}
+    for listed in ("rates", "models", "methods"):
+        items = found[listed].items(1, _MOST_NAMES)
+        names[listed] = tuple(item.name() for item in items)
+        if len(set(names[listed])) < len(items):
+            raise found[listed].wrong("different names")
+    for item in found["rates"].items(1, _MOST_NAMES):
+        try:
+            parse_rate(item.value)
+        except ValueError as error:
+            raise ValueError(f"{item.path}: {error}") from None
+    for item in found["models"].items(1, _MOST_NAMES):
+        item.one_of(MODELS)
+    return Plan(
+        hosts=found["hosts"].integer(1, _MOST),
+        ranks=found["ranks"].integer(1, _MOST),
+        **names,
+        rounds=found["rounds"].integer(1, _MOST),
+        seconds=found["seconds"].number(_SHORTEST, _LONGEST),
+    )
+
+
+def _read_turn(field: Field, plan: Plan) -> Turn:
+    lists = ("step", "optimizer", "exposed_wait", "compute", "bytes_sent")
+    found = field.members(("model", "method", "rate", *lists, "thinwire"))
+
+    def numbers(name: str, least: float, most: float, fewest: int = 1) -> list[float]:
+        return [item.number(least, most) for item in found[name].items(fewest, _MOST)]
+
+    return Turn(
+        model=found["model"].one_of(plan.models),
+        method=found["method"].one_of([name for name in plan.methods if is_method(name)]),
+        rate=found["rate"].one_of(plan.rates),
+        step=numbers("step", _SHORTEST, _LONGEST),
+        optimizer=numbers("optimizer", 0, _LONGEST),
+        exposed_wait=numbers("exposed_wait", 0, _LONGEST, fewest=0),
+        compute=numbers("compute", _SHORTEST, _LONGEST),
+        bytes_sent=numbers("bytes_sent", 0, _MOST_BYTES),
+        # Some counters are NaN where an optimizer has nothing to count.
+        thinwire={name: value.any_number() for name, value in found["thinwire"].entries()},
+    )
+
+
+def _read_unmeasured(field: Field, plan: Plan) -> Unmeasured:
+    found = field.members(("model", "method", "outcome", "reason"), optional=("details",))
+    return Unmeasured(
+        model=found["model"].one_of(plan.models),
+        # Not one that is known: there may be no such method here, and that is why it has no figures.
+        method=found["method"].name(),
+        outcome=found["outcome"].name(),
+        reason=found["reason"].text(),
+        details=found["details"].text() if "details" in found else "",
+    )

@@ -9,6 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from thinwire.cli.step import words
 from thinwire.cli.step.results import BASELINE, LIMIT, Results, Row
@@ -20,7 +21,6 @@ HEADINGS = (
 # What a terminal that is too narrow for everything shows all the same.
 ESSENTIAL = tuple(heading for heading in HEADINGS if heading not in ("quartiles", "optimizer", "rest", "in theory"))
 COLUMNS_FOR_ALL = 124
-_STYLES = {"met": "green", "MISSED": "bold red", "not measured": "dim"}
 
 
 def cells(row: Row) -> tuple[str, ...]:
@@ -41,7 +41,7 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def print_results(console: Console, results: Results) -> None:
-    """A table a model and rate, what was not measured and why, and the bars."""
+    """A table per model and rate, then what was not measured, and why."""
     plan = results.plan
     where = f"{plan.hosts} hosts × {plan.ranks} {'rank' if plan.ranks == 1 else 'ranks'}"
     shown = HEADINGS if console.width >= COLUMNS_FOR_ALL else ESSENTIAL
@@ -51,21 +51,18 @@ def print_results(console: Console, results: Results) -> None:
         table = _table(f"{model}, {where}, {words.rate(rate)}; forward and backward alone take {compute}", shown)
         for row in rows:
             named = dict(zip(HEADINGS, cells(row), strict=True))
-            table.add_row(*(named[heading] for heading in shown))
+            # As texts: in a string rich would look for markup, and a name may look like it.
+            table.add_row(*(Text(words.visible(named[heading])) for heading in shown))
         console.print(table)
     for gone in results.unmeasured:
-        console.print(f"[bold]{gone.method}[/bold] {gone.outcome} on {gone.model}: {escape(gone.reason)}")
-    bars = _table("Bars, for lm-7m on 4 hosts × 1 rank where nothing else is said", ("what", "bar", "measured", ""))
-    for verdict in results.verdicts():
-        style = _STYLES[verdict.outcome]
-        bars.add_row(verdict.what, verdict.wanted, words.ratio(verdict.measured), f"[{style}]{verdict.outcome}[/]")
-    console.print(bars)
+        told = words.visible(f" {gone.outcome} on {gone.model}: {gone.reason}")
+        console.print(Text.assemble((words.visible(gone.method), "bold"), told))
 
 
 def _table(title: str, headings: tuple[str, ...]) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
+    table = Table(title=escape(title), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
     for number, heading in enumerate(headings):
         # Broken here, as rich would rather cut the name of a method short.
         lines = re.sub(r", | a | (?==)|(?<=exposed) ", lambda gap: gap[0].rstrip() + "\n", heading)
-        table.add_column(lines, justify="left" if number == 0 else "right", no_wrap=heading != "what")
+        table.add_column(lines, justify="left" if number == 0 else "right", no_wrap=True)
     return table

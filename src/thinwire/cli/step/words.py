@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
+import unicodedata
+
 from thinwire.cli.report import byte_count
 from thinwire.testbed import parse_rate
 
-__all__ = ["byte_count", "rate", "ratio", "seconds", "short_byte_count", "span"]
+__all__ = ["byte_count", "rate", "ratio", "seconds", "short_byte_count", "shortened", "span", "visible"]
+
+# Control characters, formats such as a change of direction, half surrogate pairs, separators of lines and paragraphs.
+_INVISIBLE = {"Cc", "Cf", "Cs", "Zl", "Zp"}
+
+
+def visible(text: str) -> str:
+    """Text with characters that steer a terminal or a browser written as Python would write them."""
+    return "".join(
+        character.encode("unicode_escape").decode()
+        if unicodedata.category(character) in _INVISIBLE and character not in "\n\t"
+        else character
+        for character in text
+    )
+
+
+def shortened(name: str, longest: int = 24) -> str:
+    """A name that fits beside a chart."""
+    return name if len(name) <= longest else name[: longest - 1] + "…"
 
 
 def seconds(value: float) -> str:

@@ -9,10 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-import thinwire
-from thinwire.cli.contenders import local_steps, warm_up
+from thinwire.cli.registry import OPTIMIZERS, Entry, Search
 from thinwire.cli.study.references import DistributedLion, MeanAdamW, MeanSGD
-from thinwire.schemes.stochastic_sign import Downlink
 
 
 @dataclass(frozen=True)
@@ -74,62 +72,31 @@ def _sgdm(params: Iterable[nn.Parameter], setting: Setting, _: Course) -> torch.
     return MeanSGD(params, lr=setting.lr, momentum=setting.betas[0], weight_decay=setting.weight_decay)
 
 
-def _birder(downlink: Downlink) -> Build:
+def _registered(entry: Entry, search: Search) -> Method:
     def build(params: Iterable[nn.Parameter], setting: Setting, course: Course) -> torch.optim.Optimizer:
-        beta, *others = setting.betas
-        beta_b = others[0] if others else None  # the paper's rule
-        decay = setting.weight_decay
-        return thinwire.Birder(
-            params, setting.lr, beta, weight_decay=decay, beta_b=beta_b, downlink=downlink, seed=course.seed
-        )
+        searched = {"lr": setting.lr, "betas": setting.betas, "weight_decay": setting.weight_decay}
+        return entry.build(params, entry.whole_run(course.steps, course.seed if search.seeded else None, **searched))
 
-    return build
-
-
-def _after_warm_up(optimizer: Callable[..., torch.optim.Optimizer]) -> Build:
-    def build(params: Iterable[nn.Parameter], setting: Setting, course: Course) -> torch.optim.Optimizer:
-        beta1, beta2 = setting.betas
-        chosen = {"lr": setting.lr, "weight_decay": setting.weight_decay}
-        return optimizer(params, **chosen, **warm_up(course.steps, (beta1, beta2)))
-
-    return build
+    return Method(
+        search.name or entry.name,
+        search.title or entry.label,
+        search.lr,
+        search.betas,
+        build,
+        dict(search.fixed),
+        overlaps=entry.overlaps,
+        more_betas=search.more_betas,
+    )
 
 
-def _zero_one_adam(params: Iterable[nn.Parameter], setting: Setting, course: Course) -> torch.optim.Optimizer:
-    beta1, beta2 = setting.betas
-    decay = setting.weight_decay
-    return thinwire.ZeroOneAdam(params, setting.lr, (beta1, beta2), weight_decay=decay, **local_steps(course.steps))
-
-
-_BIRDER = ((0.7, 0.95), (0.8, 0.95), (0.8,))
-_SHORTER = ((0.6, 0.95),)
 _ADAM = ((0.9, 0.95), (0.8, 0.95), (0.9, 0.99))
-# A variance that is frozen after 15 % of so short a run cannot look back further.
-_FROZEN = ((0.9, 0.95), (0.8, 0.95), (0.9, 0.966))
-# Compressed differences trail behind the gradient, which is a momentum by itself.
-_TRAILING = ((0.0, 0.99), (0.5, 0.99), (0.0, 0.999))
 
 METHODS = {
     method.name: method
     for method in (
         Method("adamw", "AdamW", 5e-3, _ADAM, _plain(MeanAdamW, fused=True), more_betas=((0.7, 0.95),)),
         Method("sgdm", "SGDM", 0.2, ((0.9,), (0.8,), (0.95,)), _sgdm, decays=(1e-3, 0.0), only="pictures"),
-        Method("birder-bit", "Birder, bit", 6e-3, _BIRDER, _birder("bit"), {"gain": 2.0}),
-        Method("birder-majority", "Birder, majority", 4e-3, _BIRDER, _birder("majority"), {"gain": 1.5}),
-        Method("birder-votes", "Birder, votes", 8e-3, _BIRDER, _birder("votes"), {"gain": 1.5}, more_betas=_SHORTER),
-        Method("onebit-adam", "1-bit Adam", 5e-3, _FROZEN, _after_warm_up(thinwire.OneBitAdam), {"warm-up": 0.15}),
-        Method("zero-one-adam", "0/1 Adam", 5e-3, _FROZEN, _zero_one_adam, {"freeze": 0.15, "interval": 4}),
-        Method("onebit-lamb", "1-bit LAMB", 1e-2, _FROZEN, _after_warm_up(thinwire.OneBitLamb), {"warm-up": 0.15}),
-        Method("cd-adam", "CD-Adam", 4e-3, _TRAILING, _plain(thinwire.CDAdam)),
-        Method(
-            "sketched-amsgrad",
-            "SketchedAMSGrad",
-            4e-3,
-            ((0.0, 0.99), (0.5, 0.99), (0.9, 0.99)),
-            _plain(thinwire.SketchedAMSGrad, eps=1e-4),
-            {"eps": 1e-4},
-            overlaps=False,
-        ),
+        *(_registered(entry, entry.search) for entry in OPTIMIZERS.values() if entry.search is not None),
         Method("lion", "Distributed Lion", 5e-4, ((0.9, 0.99), (0.95, 0.98), (0.8, 0.95)), _plain(DistributedLion)),
     )
 }

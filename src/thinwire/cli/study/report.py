@@ -29,7 +29,7 @@ def write(console: Console, directory: Path, tasks: Sequence[Task], methods: Seq
             sections.append(section(task, found))
             plot_task(directory / f"{task.name}.png", task, found)
     if not by_task:
-        console.print(f"No study of a task is complete in {directory} yet.")
+        console.print(f"No study of a task is complete in {directory} yet.", markup=False, emoji=False, soft_wrap=True)
         return
     text = "\n".join((*sections, rates(by_task)))
     (directory / "tables.md").write_text(text, encoding="utf-8")

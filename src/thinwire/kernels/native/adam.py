@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from thinwire.kernels.native.library import lib, pointer, table, typed
+from thinwire.kernels import arguments
+from thinwire.kernels.native.library import lib, pointer, typed
 
 
 def adam_apply(
@@ -25,8 +26,9 @@ def adam_apply(
     update_variance: bool,
 ) -> float:
     """See `reference.adam_apply`."""
+    bounds = arguments.adam_apply(runs, x, low, m, v, gradient, scales)
     return lib().thinwire_adam_apply(
-        *table(runs),
+        *bounds.table,
         x.data_ptr(),
         *typed(low),
         m.data_ptr(),
@@ -47,4 +49,5 @@ def adam_apply(
 
 def precondition(v: Tensor, *, correction: float, floor: float, eps: float) -> None:
     """See `reference.precondition`."""
+    arguments.precondition(v)
     lib().thinwire_precondition(v.data_ptr(), v.numel(), correction, floor, eps)

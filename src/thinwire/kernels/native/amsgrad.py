@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from thinwire.kernels.native.library import lib, pointer, table, typed
+from thinwire.kernels import arguments
+from thinwire.kernels.bounds import refuse_indices
+from thinwire.kernels.modes import LARGEST
+from thinwire.kernels.native.library import lib, pointer, typed
 
 
 def amsgrad_apply(
@@ -28,8 +31,9 @@ def amsgrad_apply(
     source: int,
 ) -> None:
     """See `reference.amsgrad_apply`."""
+    bounds = arguments.amsgrad_apply(runs, x, low, g, m, v, peak, packets, scales, alive, source)
     lib().thinwire_amsgrad_apply(
-        *table(runs),
+        *bounds.table,
         pointer(x),
         *typed(low),
         pointer(g),
@@ -63,11 +67,13 @@ def momentum_sum(
     scale: float,
     ratio: float,
     shift: int,
+    largest: float = LARGEST,
 ) -> bool:
     """See `reference.momentum_sum`."""
+    bounds = arguments.momentum_sum(runs, grad, m, e, g, shift)
     return bool(
         lib().thinwire_momentum_sum(
-            *table(runs),
+            *bounds.table,
             *typed(grad),
             m.data_ptr(),
             e.data_ptr(),
@@ -77,6 +83,7 @@ def momentum_sum(
             weight,
             scale,
             ratio,
+            largest,
         )
     )
 
@@ -97,7 +104,8 @@ def sparse_amsgrad(
     decay: float,
 ) -> None:
     """See `reference.sparse_amsgrad`."""
-    lib().thinwire_sparse_amsgrad(
+    arguments.sparse_amsgrad(x, low, v, peak, indices, momenta, gradients)
+    done = lib().thinwire_sparse_amsgrad(
         x.data_ptr(),
         x.numel(),
         *typed(low),
@@ -114,3 +122,5 @@ def sparse_amsgrad(
         rate,
         decay,
     )
+    if not done:
+        refuse_indices(indices, first, x.numel())

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from thinwire.kernels.native.library import lib, pointer, table, typed
+from thinwire.kernels import arguments
+from thinwire.kernels.native.library import lib, pointer, typed
 
 
 def birder_encode(
@@ -25,10 +26,11 @@ def birder_encode(
     level: float = 1.0,
 ) -> bool:
     """See `reference.birder_encode`."""
+    bounds = arguments.birder_encode(runs, grad, m, b, alive, packets, shift)
     beta_b = beta if beta_b is None else beta_b
     return bool(
         lib().thinwire_birder_encode(
-            *table(runs),
+            *bounds.table,
             *typed(grad),
             m.data_ptr(),
             *typed(b),
@@ -64,10 +66,11 @@ def birder_direction(
     level: float = 1.0,
 ) -> bool:
     """See `reference.birder_direction`."""
+    bounds = arguments.birder_direction(runs, grad, m, b, packets, shift)
     beta_b = beta if beta_b is None else beta_b
     return bool(
         lib().thinwire_birder_direction(
-            *table(runs),
+            *bounds.table,
             *typed(grad),
             m.data_ptr(),
             *typed(b),
@@ -99,6 +102,7 @@ def roll_call(
     shift: int = 0,
 ) -> None:
     """See `reference.roll_call`."""
+    arguments.roll_call(state, first_word, shard_words, shards, period, phase, packets, offset, shift)
     lib().thinwire_roll_call(
         *typed(state),
         shift,
@@ -127,6 +131,7 @@ def vote_bit(
     signal: Tensor | None,
 ) -> None:
     """See `reference.vote_bit`."""
+    arguments.vote_bit(rows, byte, alive, first_word, words, answer, answer_byte, signal)
     lib().thinwire_vote_bit(
         rows.data_ptr() + byte,
         rows.stride(0),
@@ -153,6 +158,7 @@ def vote_majority(
     signal: Tensor | None,
 ) -> None:
     """See `reference.vote_majority`."""
+    arguments.vote_majority(rows, byte, alive, first_word, words, answer, answer_byte, casting, signal)
     lib().thinwire_vote_majority(
         rows.data_ptr() + byte,
         rows.stride(0),
@@ -178,6 +184,7 @@ def vote_count(
     signal: Tensor | None,
 ) -> None:
     """See `reference.vote_count`."""
+    arguments.vote_count(rows, byte, alive, first_word, words, planes, answer, answer_byte, signal)
     lib().thinwire_vote_count(
         rows.data_ptr() + byte,
         rows.stride(0),
@@ -202,6 +209,7 @@ def adopt(
     phase: int,
 ) -> None:
     """See `reference.adopt`."""
+    arguments.adopt(alive, first_word, shard_words, answers, byte, planes, period, phase)
     lib().thinwire_adopt(
         alive.data_ptr(),
         first_word,
@@ -228,8 +236,9 @@ def birder_apply(
     decay: float,
 ) -> None:
     """See `reference.birder_apply`."""
+    bounds = arguments.birder_apply(runs, x, low, alive, answers, planes)
     lib().thinwire_birder_apply(
-        *table(runs),
+        *bounds.table,
         x.data_ptr(),
         *typed(low),
         alive.data_ptr(),

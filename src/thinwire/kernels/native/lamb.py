@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from thinwire.kernels.native.library import lib, table, typed
+from thinwire.kernels import arguments
+from thinwire.kernels.native.library import lib, typed
 
 
 def lamb_measure(
@@ -24,8 +25,9 @@ def lamb_measure(
     sums: Tensor,
 ) -> None:
     """See `reference.lamb_measure`."""
+    bounds = arguments.lamb_measure(runs, x, low, m, v, gradient, sums)
     lib().thinwire_lamb_measure(
-        *table(runs),
+        *bounds.table,
         x.data_ptr(),
         *typed(low),
         m.data_ptr(),
@@ -57,8 +59,9 @@ def lamb_apply(
     rate: float,
 ) -> None:
     """See `reference.lamb_apply`."""
+    bounds = arguments.lamb_apply(runs, x, low, m, v)
     lib().thinwire_lamb_apply(
-        *table(runs),
+        *bounds.table,
         x.data_ptr(),
         *typed(low),
         m.data_ptr(),
@@ -91,8 +94,9 @@ def onebit_lamb_measure(
     sums: Tensor,
 ) -> None:
     """See `reference.onebit_lamb_measure`."""
+    bounds = arguments.onebit_lamb_measure(runs, x, low, p, w, heard, scales, before, scales_before, sums)
     lib().thinwire_onebit_lamb_measure(
-        *table(runs),
+        *bounds.table,
         x.data_ptr(),
         *typed(low),
         p.data_ptr(),

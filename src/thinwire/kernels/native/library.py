@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-_ABI = 6
+_ABI = 7
 _OTHER_BUILD = os.environ.get("THINWIRE_NATIVE_LIBRARY")
 PATH = Path(_OTHER_BUILD or Path(__file__).parent.with_name("_native.so"))
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -43,7 +43,7 @@ _SIGNATURES = {
     "thinwire_adopt": (None, [_ptr, _i64, _i64, _i64, _ptr, _i64, _i64, _i64, _i64]),
     "thinwire_birder_apply": (None, [*_RUNS, *_PARAMETER, _ptr, _ptr, _i64, _i64, _float, _float]),
     "thinwire_dense_apply": (None, [*_RUNS, *_PARAMETER, _ptr, _float, _float]),
-    "thinwire_dense_encode": (_int, [*_RUNS, *_TYPED, _ptr, _float]),
+    "thinwire_dense_encode": (_int, [*_RUNS, *_TYPED, _ptr, _float, _float]),
     "thinwire_square_sum": (ctypes.c_double, [_ptr, _i64]),
     "thinwire_precondition": (None, [_ptr, _i64, _float, _float, _float]),
     "thinwire_adam_apply": (
@@ -66,14 +66,14 @@ _SIGNATURES = {
     ),
     "thinwire_markov_encode": (
         _int,
-        [*_RUNS, *_TYPED, _ptr, _ptr, _i64, *[_ptr] * 7, _float, _float, _float, _int],
+        [*_RUNS, *_TYPED, _ptr, _ptr, _i64, *[_ptr] * 7, *[_float] * 4, _int],
     ),
     "thinwire_markov_merge": (None, [*_RUNS, _ptr, _i64, _i64, _ptr, _i64, *[_ptr] * 5]),
-    "thinwire_markov_difference": (_int, [*_RUNS, *_TYPED, _ptr, _ptr, _ptr, _i64, _float, _float, _float]),
+    "thinwire_markov_difference": (_int, [*_RUNS, *_TYPED, _ptr, _ptr, _ptr, _i64, *[_float] * 4]),
     "thinwire_amsgrad_apply": (None, [*_RUNS, *_PARAMETER, *[_ptr] * 7, *[_float] * 8, _int]),
-    "thinwire_momentum_sum": (_int, [*_RUNS, *_TYPED, _ptr, _ptr, _ptr, _i64, _float, _float, _float, _float]),
+    "thinwire_momentum_sum": (_int, [*_RUNS, *_TYPED, _ptr, _ptr, _ptr, _i64, *[_float] * 5]),
     "thinwire_sparse_amsgrad": (
-        None,
+        _int,
         [_ptr, _i64, *_TYPED, *[_ptr] * 5, _i64, _i64, _float, _float, _float, _float, _float],
     ),
     "thinwire_top_k": (None, [_ptr, _i64, _i64, _ptr, _ptr]),
@@ -139,8 +139,3 @@ def pointer(tensor: Tensor | None) -> int | None:
 def typed(tensor: Tensor | None) -> tuple[int | None, int]:
     """Where a tensor begins and its dtype."""
     return (None, 0) if tensor is None else (tensor.data_ptr(), dtype_code(tensor))
-
-
-def table(runs: Tensor) -> tuple[int, int]:
-    """Where a table of runs begins and how many there are."""
-    return runs.data_ptr(), runs.shape[0]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from thinwire.kernels.native.library import lib, pointer, table, typed
+from thinwire.kernels import arguments
+from thinwire.kernels.modes import LARGEST
+from thinwire.kernels.native.library import lib, pointer, typed
 
 
 def markov_encode(
@@ -25,11 +27,13 @@ def markov_encode(
     scale: float,
     shift: int,
     mode: int,
+    largest: float = LARGEST,
 ) -> bool:
     """See `reference.markov_encode`."""
+    bounds = arguments.markov_encode(runs, grad, m, known, said, busy, spoke, alive, packets, sent_scales, sums, shift)
     return bool(
         lib().thinwire_markov_encode(
-            *table(runs),
+            *bounds.table,
             *typed(grad),
             pointer(m),
             known.data_ptr(),
@@ -44,6 +48,7 @@ def markov_encode(
             beta,
             weight,
             scale,
+            largest,
             mode,
         )
     )
@@ -62,8 +67,9 @@ def markov_merge(
     shift: int,
 ) -> None:
     """See `reference.markov_merge`."""
+    bounds = arguments.markov_merge(runs, rows, mean, g, alive, answer, scales, sums, shift)
     lib().thinwire_markov_merge(
-        *table(runs),
+        *bounds.table,
         rows.data_ptr(),
         rows.stride(0),
         rows.shape[0],
@@ -88,11 +94,13 @@ def markov_difference(
     weight: float,
     scale: float,
     shift: int,
+    largest: float = LARGEST,
 ) -> bool:
     """See `reference.markov_difference`."""
+    bounds = arguments.markov_difference(runs, grad, m, known, c, shift)
     return bool(
         lib().thinwire_markov_difference(
-            *table(runs),
+            *bounds.table,
             *typed(grad),
             pointer(m),
             known.data_ptr(),
@@ -101,5 +109,6 @@ def markov_difference(
             beta,
             weight,
             scale,
+            largest,
         )
     )

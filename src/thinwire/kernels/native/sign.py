@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from thinwire.kernels.native.library import lib, pointer, table, typed
+from thinwire.kernels import arguments
+from thinwire.kernels.native.library import lib, pointer, typed
 
 
 def sign_encode(
@@ -23,9 +24,10 @@ def sign_encode(
     shift: int,
 ) -> bool:
     """See `reference.sign_encode`."""
+    bounds = arguments.sign_encode(runs, grad, c, heard, packets, sent_scales, heard_scales, sums, shift)
     return bool(
         lib().thinwire_sign_encode(
-            *table(runs),
+            *bounds.table,
             *typed(grad),
             *typed(c),
             shift,
@@ -53,8 +55,9 @@ def sign_merge(
     shift: int,
 ) -> None:
     """See `reference.sign_merge`."""
+    bounds = arguments.sign_merge(runs, rows, y, answer, scales, sums, shift)
     lib().thinwire_sign_merge(
-        *table(runs),
+        *bounds.table,
         rows.data_ptr(),
         rows.stride(0),
         rows.shape[0],
@@ -82,8 +85,9 @@ def sign_apply(
     momentum: float,
 ) -> None:
     """See `reference.sign_apply`."""
+    bounds = arguments.sign_apply(runs, x, low, p, heard, scales, anchor, m)
     lib().thinwire_sign_apply(
-        *table(runs),
+        *bounds.table,
         x.data_ptr(),
         *typed(low),
         p.data_ptr(),
@@ -114,9 +118,10 @@ def momentum_encode(
     output: int,
 ) -> bool:
     """See `reference.momentum_encode`."""
+    bounds = arguments.momentum_encode(runs, grad, m, c, packets, sent_scales, sums, shift, output)
     return bool(
         lib().thinwire_momentum_encode(
-            *table(runs),
+            *bounds.table,
             *typed(grad),
             m.data_ptr(),
             *typed(c),

@@ -5,11 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from thinwire.kernels.modes import LARGEST
 from thinwire.kernels.reference.words import each_run, flat, float32, hand_back, root, run_sum, signed, take_over
 
 
-def dense_encode(runs: Tensor, grad: Tensor | None, packets: Tensor, *, scale: float) -> bool:
-    """Write the scaled gradient as floats, zeros if there is none; True when one of them is not finite."""
+def dense_encode(runs: Tensor, grad: Tensor | None, packets: Tensor, *, scale: float, largest: float = LARGEST) -> bool:
+    """Write the scaled gradient as floats, zeros if there is none.
+
+    True when the magnitude of one of them is not at most `largest`: it is larger, infinite or NaN. Optimizers that
+    square gradients pass the largest one whose square they can add up.
+    """
     nonfinite = False
     for run in each_run(runs):
         to = run.floats_in(packets)
@@ -17,7 +22,7 @@ def dense_encode(runs: Tensor, grad: Tensor | None, packets: Tensor, *, scale: f
             to.zero_()
         else:
             to.copy_(flat(grad)[run.of_param].to(torch.float32) * scale)
-        nonfinite |= not bool(to.isfinite().all())
+        nonfinite |= not bool((to.abs() <= float32(largest)).all())
     return nonfinite
 
 

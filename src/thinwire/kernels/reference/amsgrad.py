@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from thinwire.kernels.modes import Source
+from thinwire.kernels.bounds import refuse_indices
+from thinwire.kernels.modes import LARGEST, Source
 from thinwire.kernels.reference.adam import average, average_square
 from thinwire.kernels.reference.sign import LIMIT
 from thinwire.kernels.reference.words import each_run, flat, float32, hand_back, root, signed, take_over
@@ -85,7 +86,12 @@ def sparse_amsgrad(
     `indices` are flat elements, ascending, and the parameter begins with `first`; `v` and `peak` begin with it too.
     A coordinate whose momentum and gradient are both zero is as good as not chosen. Coordinates that were chosen in an
     earlier step, whose `v` therefore is no longer the `eps` that it began with, are decayed whether chosen or not.
+
+    Raises:
+        ValueError: when an index is none of the parameter's; nothing has been done then.
     """
+    if bool(((indices < first) | (indices >= first + x.numel())).any()):
+        refuse_indices(indices, first, x.numel())
     whole = slice(0, x.numel())
     x_here = take_over(x, low, whole)
     begun = v[whole] != float32(eps)
@@ -112,11 +118,13 @@ def momentum_sum(
     scale: float,
     ratio: float,
     shift: int,
+    largest: float = LARGEST,
 ) -> bool:
     """Take the scaled gradient, none being zeros, into the momentum `m`, and that and `ratio` times `e` into `e`.
 
     `g` becomes the scaled gradient. All three have the element `e` of the flat space at `e - shift`. An element whose
-    momentum or sum would be huge or no number keeps both, its gradient counts as 0, and the result is True.
+    momentum or sum would be huge or no number, or whose scaled gradient is not at most `largest` in magnitude, keeps
+    both, its gradient counts as 0, and the result is True.
     """
     bad = False
     for run in each_run(runs):
@@ -126,7 +134,7 @@ def momentum_sum(
             gradient = flat(grad)[run.of_param].to(torch.float32) * scale
         wish = m[here] * beta + gradient * weight
         total = wish + e[here] * ratio
-        fit = (wish.abs() < LIMIT) & (total.abs() < LIMIT)
+        fit = (wish.abs() < LIMIT) & (total.abs() < LIMIT) & (gradient.abs() <= float32(largest))
         m[here] = torch.where(fit, wish, m[here])
         e[here] = torch.where(fit, total, e[here])
         g[here] = torch.where(fit, gradient, 0.0)

@@ -98,11 +98,19 @@ def _absorb(grad: Tensor, m: Tensor, b: Tensor, beta: float, beta_b: float | Non
 
 
 def mean(rows: Tensor, out: Tensor) -> None:
-    """The mean of the rows, which are floats or bfloat16, summed in float32 and in their order."""
+    """The mean of the rows, which are floats or bfloat16, in float32 and in their order.
+
+    It is the sum of the rows times `1 / n`. Where that is not finite it is the sum of the rows times `1 / n` each: the
+    sum of three numbers of 2e38 overflows, their mean does not.
+    """
+    share = float32(1.0) / rows.shape[0]
     out.copy_(rows[0])
+    shares = out * share
     for row in rows[1:]:
         out += row.to(torch.float32)
-    out *= float32(1.0) / rows.shape[0]
+        shares += row.to(torch.float32) * share
+    out *= share
+    out.copy_(torch.where(out.isfinite(), out, shares))
 
 
 def roll_call(

@@ -10,6 +10,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from thinwire.kernels import arguments
+
 CASTAGNOLI = 0x82F63B78
 INVERTED = 0xFFFFFFFF
 _TOGETHER = 1 << 20
@@ -21,10 +23,7 @@ def crc32c(data: Tensor, crc: int = 0) -> int:
 
     As RFC 3720 has it: bits are inverted before the first byte and after the last.
     """
-    assert data.dtype == torch.uint8
-    assert data.dim() == 1
-    assert data.is_contiguous()
-    assert 0 <= crc <= INVERTED
+    arguments.crc32c(data, crc, data.device)
     remainder = crc ^ INVERTED
     for piece in data.split(_TOGETHER):
         remainder = product(remainder, power_of_x(8 * piece.numel())) ^ _remainder(piece)

@@ -110,7 +110,7 @@ def onebit_lamb_measure(
         factor = torch.where(moves, torch.ones_like(denominator) / denominator, 0.0)
         sums[i, 0] = run_sum(direction * direction)
         sums[i, 1] = run_sum(update * update)
-        sums[i, 2] = factor.max()
+        sums[i, 2] = factor.max() if run.count else 0.0
 
 
 def square_sum(values: Tensor) -> float:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from thinwire.kernels.modes import Say
+from thinwire.kernels.modes import LARGEST, Say
 from thinwire.kernels.reference.sign import LIMIT
 from thinwire.kernels.reference.words import Run, each_run, flat, float32, padded, run_sum, signed, unpack, words_at
 
@@ -35,6 +35,7 @@ def markov_encode(
     scale: float,
     shift: int,
     mode: int,
+    largest: float = LARGEST,
 ) -> bool:
     """Write the signs of what a worker means less what it has said, and hellos where nobody is alive.
 
@@ -46,8 +47,9 @@ def markov_encode(
     A GREETING lets `known` keep a gradient for which it says hello, as nothing has been said there, and a RECALL, which
     may follow with a better map of the living, takes it from there: it means `known`, and nothing has been said.
 
-    An element whose gradient is no number or huge says what it said before, and the result is True. `sums` gets for
-    each run the sums of the magnitudes and of the squares of what is to be sent, and the number of the living.
+    An element whose gradient is no number, huge, or scaled not at most `largest` in magnitude says what it said before,
+    and the result is True. `sums` gets for each run the sums of the magnitudes and of the squares of what is to be
+    sent, and the number of the living.
     """
     bad = False
     for i, run in enumerate(each_run(runs)):
@@ -56,7 +58,7 @@ def markov_encode(
         if mode == Say.RECALL:
             meant, before = here.clone(), torch.zeros(run.count, device=here.device)
         else:
-            meant, refused = _meant(run, grad, m, known, beta, weight, scale, shift)
+            meant, refused = _meant(run, grad, m, known, beta, weight, scale, shift, largest)
             bad |= refused
             message = signed(unpack(words)[: run.count], sent_scales[run.shard])
             before = torch.where(run.bits_of(spoke), here + message, here)
@@ -117,6 +119,7 @@ def markov_difference(
     weight: float,
     scale: float,
     shift: int,
+    largest: float = LARGEST,
 ) -> bool:
     """What a worker means, as in `markov_encode`, less `known`, as floats: `c`, which is 0 where that is huge.
 
@@ -124,7 +127,7 @@ def markov_difference(
     """
     bad = False
     for run in each_run(runs):
-        meant, refused = _meant(run, grad, m, known, beta, weight, scale, shift)
+        meant, refused = _meant(run, grad, m, known, beta, weight, scale, shift, largest)
         change = meant - known[run.of_flat(shift)]
         fit = change.abs() < LIMIT
         c[run.of_flat(shift)] = torch.where(fit, change, 0.0)
@@ -147,16 +150,18 @@ def _meant(
     weight: float,
     scale: float,
     shift: int,
+    largest: float,
 ) -> tuple[Tensor, bool]:
     """The gradient, or the momentum with it, and whether the momentum refused an element of it."""
     if grad is None:
         return torch.zeros(run.count, device=known.device) if m is None else m[run.of_flat(shift)], False
     g = flat(grad)[run.of_param].to(torch.float32) * scale
+    allowed = g.abs() <= float32(largest)
     if m is None:
-        return g, False
+        return torch.where(allowed, g, torch.nan), False  # which the callers refuse, as they do a gradient of NaN
     here = m[run.of_flat(shift)]
     wish = here * beta + g * weight
-    fit = wish.abs() < LIMIT
+    fit = (wish.abs() < LIMIT) & allowed
     here.copy_(torch.where(fit, wish, here))
     return here, not bool(fit.all())
 

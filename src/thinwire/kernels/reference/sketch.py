@@ -46,7 +46,9 @@ def sketch_top_k(
     element `e` at `e`. `scratch` as of `top_k`.
     """
     assert scratch.numel() >= 2 * indices.numel()
-    elements = torch.cat([torch.arange(start, start + count, device=peak.device) for start, count in ranges.tolist()])
+    none = torch.empty(0, dtype=torch.int64, device=peak.device)
+    within = [torch.arange(start, start + count, device=peak.device) for start, count in ranges.tolist()]
+    elements = torch.cat([none, *within])
     keys = _estimates(table, coefficients, elements).abs() / root(peak[elements])
     indices.copy_(elements[largest(keys, indices.numel())])
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from thinwire.kernels.bounds import is_dense
+
 
 @dataclass(frozen=True)
 class Run:
@@ -73,7 +75,15 @@ def words_at(buffer: Tensor, byte: int, count: int) -> Tensor:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """A dense tensor in the order of its memory, as a view."""
+    """A dense tensor in the order of its memory, as a view.
+
+    Raises:
+        ValueError: when it has gaps, or places that are several elements.
+    """
+    if not is_dense(tensor):
+        raise ValueError(
+            f"a tensor of shape {tuple(tensor.shape)} and stride {tensor.stride()}: expected one without gaps in memory"
+        )
     return tensor.as_strided((tensor.numel(),), (1,))
 
 

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from thinwire.kernels import arguments
 from thinwire.kernels.modes import Gate
 from thinwire.kernels.triton.common import (
     WORDS,
@@ -18,9 +19,11 @@ from thinwire.kernels.triton.common import (
     gate_of,
     hand_back,
     has_tile,
+    home_of,
     inside,
     jit,
     launch,
+    need_of_device,
     room_for_sums,
     run_at,
     runs_on,
@@ -96,7 +99,10 @@ def adam_apply(
     gate: Gate | None = None,
 ) -> Tensor:
     """See the reference; the sum stays on the device. Behind a closed gate it is that of the variances as they are."""
-    table, grid = runs_on(x.device, runs)
+    device = home_of("adam_apply", "x", x)
+    arguments.adam_apply(runs, x, low, m, v, gradient, scales, device)
+    need_of_device("adam_apply", device, gate=gate)
+    table, grid = runs_on(device, runs)
     by_tile = room_for_sums(grid, x.device)
     opens, parameter, gated = gate_of(gate)
     launch(
@@ -125,5 +131,7 @@ def _precondition(v, count, correction, floor, eps, WORDS: tl.constexpr):
 
 def precondition(v: Tensor, *, correction: float, floor: float, eps: float) -> None:
     """See the reference."""
+    device = home_of("precondition", "v", v)
+    arguments.precondition(v, device)
     grid = (blocks_of(v.numel()),)
     launch(_precondition, grid, v, v, v.numel(), float(correction), float(floor), float(eps), WORDS=WORDS)

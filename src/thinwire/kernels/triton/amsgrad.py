@@ -6,7 +6,8 @@ from __future__ import annotations
 import triton.language as tl
 from torch import Tensor
 
-from thinwire.kernels.modes import Gate
+from thinwire.kernels import arguments
+from thinwire.kernels.modes import LARGEST, Gate
 from thinwire.kernels.triton.adam import average, average_square
 from thinwire.kernels.triton.common import (
     LIMIT,
@@ -16,9 +17,11 @@ from thinwire.kernels.triton.common import (
     gate_of,
     hand_back,
     has_tile,
+    home_of,
     inside,
     jit,
     launch,
+    need_of_device,
     number,
     number_at,
     report,
@@ -93,7 +96,10 @@ def amsgrad_apply(
     """See the reference. Behind a closed gate it is as without `x`: what is told of a gradient is heard."""
     on = packets if g is None else g
     assert on is not None
-    table, grid = runs_on(on.device, runs)
+    device = home_of("amsgrad_apply", "packets" if g is None else "g", on)
+    arguments.amsgrad_apply(runs, x, low, g, m, v, peak, packets, scales, alive, source, device)
+    need_of_device("amsgrad_apply", device, gate=gate)
+    table, grid = runs_on(device, runs)
     opens, parameter, gated = gate_of(gate)
     launch(
         _amsgrad_apply, grid, on,
@@ -104,9 +110,9 @@ def amsgrad_apply(
     )  # fmt: skip
 
 
-@jit(do_not_specialize=["beta", "weight", "scale", "ratio"])
+@jit(do_not_specialize=["beta", "weight", "scale", "ratio", "largest"])
 def _momentum_sum(
-    runs, grad, m, e, g, bad, beta, weight, scale, ratio, shift,
+    runs, grad, m, e, g, bad, beta, weight, scale, ratio, largest, shift,
     HAS_GRAD: tl.constexpr, ON_DEVICE: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     element, in_param, count, _, _, _ = run_at(runs, tl.program_id(1))
@@ -121,7 +127,7 @@ def _momentum_sum(
             momentum, error = tl.load(m + at, mask=mask, other=0.0), tl.load(e + at, mask=mask, other=0.0)
             wish = momentum * beta + gradient * weight
             total = wish + error * ratio
-            fit = (tl.abs(wish) < LIMIT) & (tl.abs(total) < LIMIT)
+            fit = (tl.abs(wish) < LIMIT) & (tl.abs(total) < LIMIT) & (tl.abs(gradient) <= largest)
             tl.store(m + at, tl.where(fit, wish, momentum), mask=mask)
             tl.store(e + at, tl.where(fit, total, error), mask=mask)
             tl.store(g + at, tl.where(fit, gradient, 0.0), mask=mask)
@@ -140,13 +146,17 @@ def momentum_sum(
     scale: float | Tensor,
     ratio: float,
     shift: int,
+    largest: float = LARGEST,
     bad: Tensor,
 ) -> None:
     """See the reference."""
-    table, grid = runs_on(m.device, runs)
+    device = home_of("momentum_sum", "m", m)
+    arguments.momentum_sum(runs, grad, m, e, g, shift, device)
+    need_of_device("momentum_sum", device, bad=bad, scale=scale)
+    table, grid = runs_on(device, runs)
     factor, on_device = number(scale)
     launch(
         _momentum_sum, grid, m,
-        table, grad, m, e, g, bad, float(beta), float(weight), factor, float(ratio), shift,
+        table, grad, m, e, g, bad, float(beta), float(weight), factor, float(ratio), float(largest), shift,
         HAS_GRAD=grad is not None, ON_DEVICE=on_device, WORDS=WORDS,
     )  # fmt: skip

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from thinwire.kernels import arguments
 from thinwire.kernels.modes import Gate
 from thinwire.kernels.triton.common import (
     WORD,
@@ -17,11 +18,13 @@ from thinwire.kernels.triton.common import (
     gate_of,
     hand_back,
     has_tile,
+    home_of,
     inside,
     jit,
     key_of,
     launch,
     narrow,
+    need_of_device,
     number,
     number_at,
     pack,
@@ -106,8 +109,11 @@ def birder_encode(
     bad: Tensor,
 ) -> None:
     """See the reference."""
+    device = home_of("birder_encode", "m", m)
+    arguments.birder_encode(runs, grad, m, b, alive, packets, shift, device)
+    need_of_device("birder_encode", device, bad=bad, scale=scale)
     beta_b = beta if beta_b is None else beta_b
-    table, grid = runs_on(m.device, runs)
+    table, grid = runs_on(device, runs)
     factor, on_device = number(scale)
     launch(
         _encode, grid, m,
@@ -156,8 +162,11 @@ def birder_direction(
     bad: Tensor,
 ) -> None:
     """See the reference."""
+    device = home_of("birder_direction", "m", m)
+    arguments.birder_direction(runs, grad, m, b, packets, shift, device)
+    need_of_device("birder_direction", device, bad=bad, scale=scale)
     beta_b = beta if beta_b is None else beta_b
-    table, grid = runs_on(m.device, runs)
+    table, grid = runs_on(device, runs)
     factor, on_device = number(scale)
     launch(
         _direction, grid, m,
@@ -196,6 +205,8 @@ def roll_call(
     shift: int = 0,
 ) -> None:
     """See the reference; `shift` is a multiple of 64."""
+    device = home_of("roll_call", "state", state)
+    arguments.roll_call(state, first_word, shard_words, shards, period, phase, packets, offset, shift, device)
     assert shift % WORD.value == 0
     called = triton.cdiv(shard_words, period)
     launch(
@@ -238,6 +249,9 @@ def adopt(
     gate: Gate | None = None,
 ) -> None:
     """See the reference."""
+    device = home_of("adopt", "alive", alive)
+    arguments.adopt(alive, first_word, shard_words, answers, byte, planes, period, phase, device)
+    need_of_device("adopt", device, gate=gate)
     opens, parameter, gated = gate_of(gate)
     launch(
         _adopt, (triton.cdiv(shard_words, _MAP_WORDS), answers.shape[0]), alive,
@@ -289,7 +303,10 @@ def birder_apply(
     gate: Gate | None = None,
 ) -> None:
     """See the reference."""
-    table, grid = runs_on(x.device, runs)
+    device = home_of("birder_apply", "x", x)
+    arguments.birder_apply(runs, x, low, alive, answers, planes, device)
+    need_of_device("birder_apply", device, gate=gate)
+    table, grid = runs_on(device, runs)
     opens, parameter, gated = gate_of(gate)
     votes = workers or 1  # a sign is the vote of one
     launch(
@@ -325,7 +342,10 @@ def dense_apply(
     gate: Gate | None = None,
 ) -> None:
     """See the reference."""
-    table, grid = runs_on(x.device, runs)
+    device = home_of("dense_apply", "x", x)
+    arguments.dense_apply(runs, x, low, answers, device)
+    need_of_device("dense_apply", device, gate=gate)
+    table, grid = runs_on(device, runs)
     opens, parameter, gated = gate_of(gate)
     launch(
         _dense_apply, grid, x,

@@ -17,37 +17,61 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from thinwire.kernels.bounds import bounds_of, need
 from thinwire.kernels.modes import Gate
 
 WORD = tl.constexpr(64)
 WORDS = 32
 """Words of a tile: 2,048 elements, 16 a thread. Sums are defined by it, in all backends."""
-_RUN_FIELDS = 6
 LIMIT = tl.constexpr(2.0**60)
 """See the reference of signs: memories stay below it."""
 
 _tables: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Tables are made on the host, once; here are the copies of them that kernels read."""
-_grids: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def table_on(device: torch.device, table: Tensor) -> Tensor:
-    """A table that never changes, as kernels on `device` read it; copied there the first time only."""
+    """A table as kernels on `device` read it; copied there the first time, and when it was written to since."""
     if table.device == device:
         return table
     if table not in _tables:
         _tables[table] = {}
-    known: dict[torch.device, Tensor] = _tables[table]
-    if device not in known:
-        known[device] = table.to(device)
-    return known[device]
+    known: dict[torch.device, tuple[int, Tensor]] = _tables[table]
+    version = -1 if table.is_inference() else table._version
+    if device not in known or known[device][0] != version or version < 0:
+        known[device] = version, table.to(device)
+    return known[device][1]
 
 
 def runs_on(device: torch.device, runs: Tensor) -> tuple[Tensor, tuple[int, int]]:
     """A run table as kernels on `device` read it, and the grid for it."""
-    if runs not in _grids:
-        _grids[runs] = (blocks_of(int(runs[:, 2].max())) if runs.shape[0] else 0, runs.shape[0])
-    return table_on(device, runs), _grids[runs]
+    bounds = bounds_of("runs_on", runs)
+    return table_on(device, runs), (blocks_of(bounds.longest), bounds.rows)
+
+
+def home_of(kernel: str, name: str, tensor: Tensor) -> torch.device:
+    """The device that a kernel runs on, which is that of one of its tensors: a GPU, or interpreted the CPU."""
+    if tensor.device.type not in ("cuda", "cpu"):
+        raise ValueError(f"{kernel}: {name} is on {tensor.device}: expected a tensor on 'cuda' or 'cpu'")
+    return tensor.device
+
+
+def need_of_device(
+    kernel: str,
+    device: torch.device,
+    *,
+    bad: Tensor | None = None,
+    gate: Gate | None = None,
+    scale: float | Tensor = 1.0,
+    scale_name: str = "scale",
+) -> None:
+    """Check the tensors that only kernels take for which the host does not wait."""
+    if bad is not None:
+        need(kernel, "bad", bad, torch.int32, 1, device)
+    if gate is not None:
+        need(kernel, "gate", gate.open, torch.int32, gate.parameter + 1, device)
+    if isinstance(scale, Tensor):
+        need(kernel, scale_name, scale, torch.float32, 1, device)
 
 
 def blocks_of(elements: int) -> int:

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from thinwire.kernels import arguments
 from thinwire.kernels.modes import Gate
 from thinwire.kernels.triton.adam import average, average_square
 from thinwire.kernels.triton.common import (
@@ -19,10 +20,12 @@ from thinwire.kernels.triton.common import (
     gate_of,
     hand_back,
     has_tile,
+    home_of,
     in_order,
     inside,
     jit,
     launch,
+    need_of_device,
     room_for_sums,
     run_at,
     runs_on,
@@ -88,7 +91,9 @@ def lamb_measure(
     sums: Tensor,
 ) -> None:
     """See the reference."""
-    table, grid = runs_on(x.device, runs)
+    device = home_of("lamb_measure", "x", x)
+    arguments.lamb_measure(runs, x, low, m, v, gradient, sums, device)
+    table, grid = runs_on(device, runs)
     by_tile = room_for_sums(grid, x.device, _SUMS)
     launch(
         _lamb_measure, grid, x,
@@ -134,7 +139,10 @@ def lamb_apply(
     gate: Gate | None = None,
 ) -> None:
     """See the reference."""
-    table, grid = runs_on(x.device, runs)
+    device = home_of("lamb_apply", "x", x)
+    arguments.lamb_apply(runs, x, low, m, v, device)
+    need_of_device("lamb_apply", device, gate=gate)
+    table, grid = runs_on(device, runs)
     opens, parameter, gated = gate_of(gate)
     launch(
         _lamb_apply, grid, x,
@@ -221,7 +229,9 @@ def onebit_lamb_measure(
     sums: Tensor,
 ) -> None:
     """See the reference."""
-    table, grid = runs_on(x.device, runs)
+    device = home_of("onebit_lamb_measure", "x", x)
+    arguments.onebit_lamb_measure(runs, x, low, p, w, heard, scales, before, scales_before, sums, device)
+    table, grid = runs_on(device, runs)
     by_tile = room_for_sums(grid, x.device, _SUMS)
     room = by_tile.shape[-1]
     launch(
@@ -249,6 +259,8 @@ def _squares(values, count, sums, WORDS: tl.constexpr):
 
 def square_sum(values: Tensor) -> Tensor:
     """See the reference; the sum stays on the device, a float64 of no dimensions."""
+    device = home_of("square_sum", "values", values)
+    arguments.square_sum(values, device)
     count = values.numel()
     by_tile = torch.empty(blocks_of(count), dtype=torch.float64, device=values.device)
     launch(_squares, (blocks_of(count),), values, values, count, by_tile, WORDS=WORDS)

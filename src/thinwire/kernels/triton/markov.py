@@ -7,14 +7,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from thinwire.kernels import arguments
+from thinwire.kernels.modes import LARGEST
 from thinwire.kernels.triton.common import (
     LIMIT,
     WORDS,
     add_up,
     has_tile,
+    home_of,
     inside,
     jit,
     launch,
+    need_of_device,
     number,
     number_at,
     pack,
@@ -37,7 +41,7 @@ _WARPS = 8
 
 @triton.jit
 def _meant(
-    grad, grad_at, m, at, mask, beta, weight, scale,
+    grad, grad_at, m, at, mask, beta, weight, scale, largest,
     HAS_GRAD: tl.constexpr, HAS_M: tl.constexpr, ON_DEVICE: tl.constexpr,
 ):  # fmt: skip
     """The gradient, or the momentum with it, and where the momentum took it."""
@@ -47,11 +51,11 @@ def _meant(
         g = widen(tl.load(grad + grad_at, mask=mask, other=0.0)) * number_at(scale, ON_DEVICE)
         if HAS_M:
             wish = meant * beta + g * weight
-            fit = tl.abs(wish) < LIMIT
+            fit = (tl.abs(wish) < LIMIT) & (tl.abs(g) <= largest)
             meant = tl.where(fit, wish, meant)
             tl.store(m + at, meant, mask=mask)
         else:
-            meant = g
+            meant = tl.where(tl.abs(g) <= largest, g, float("nan"))  # which the callers refuse
     return meant, fit
 
 
@@ -64,9 +68,10 @@ def _write_sums(sums, word, word_mask, room, change, living, WORDS: tl.constexpr
     tl.store(sums + 2 * room + tl.program_id(0), number.to(tl.float64))
 
 
-@jit(do_not_specialize=["beta", "weight", "scale"])
+@jit(do_not_specialize=["beta", "weight", "scale", "largest"])
 def _markov_encode(
-    runs, grad, m, known, said, busy, spoke, alive, packets, sent_scales, sums, room, bad, beta, weight, scale, shift,
+    runs, grad, m, known, said, busy, spoke, alive, packets, sent_scales, sums, room, bad,
+    beta, weight, scale, largest, shift,
     HAS_GRAD: tl.constexpr, HAS_M: tl.constexpr, ON_DEVICE: tl.constexpr, MODE: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     element, in_param, count, byte, _, shard = run_at(runs, tl.program_id(1))
@@ -82,7 +87,7 @@ def _markov_encode(
                 meant, taken, before = here, mask, tl.zeros(mask.shape, dtype=tl.float32)
             else:
                 meant, taken = _meant(
-                    grad, in_param + offset, m, at, mask, beta, weight, scale, HAS_GRAD, HAS_M, ON_DEVICE
+                    grad, in_param + offset, m, at, mask, beta, weight, scale, largest, HAS_GRAD, HAS_M, ON_DEVICE
                 )
                 up = unpack(tl.load(said + own, mask=word_mask, other=0))
                 spoken = unpack(tl.load(spoke + element // 64 + word, mask=word_mask, other=0))
@@ -121,16 +126,20 @@ def markov_encode(
     scale: float | Tensor,
     shift: int,
     mode: int,
+    largest: float = LARGEST,
     bad: Tensor,
 ) -> None:
     """See the reference."""
-    table, grid = runs_on(known.device, runs)
+    device = home_of("markov_encode", "known", known)
+    arguments.markov_encode(runs, grad, m, known, said, busy, spoke, alive, packets, sent_scales, sums, shift, device)
+    need_of_device("markov_encode", device, bad=bad, scale=scale)
+    table, grid = runs_on(device, runs)
     by_tile = room_for_sums(grid, known.device, _SUMS)
     factor, on_device = number(scale)
     launch(
         _markov_encode, grid, known,
         table, grad, m, known, said, busy, spoke, alive, packets, sent_scales, by_tile, by_tile.shape[-1], bad,
-        float(beta), float(weight), factor, shift,
+        float(beta), float(weight), factor, float(largest), shift,
         HAS_GRAD=grad is not None, HAS_M=m is not None, ON_DEVICE=on_device, MODE=int(mode), WORDS=WORDS,
         num_warps=_WARPS,
     )  # fmt: skip
@@ -179,7 +188,9 @@ def markov_merge(
     shift: int,
 ) -> None:
     """See the reference."""
-    table, grid = runs_on(mean.device, runs)
+    device = home_of("markov_merge", "mean", mean)
+    arguments.markov_merge(runs, rows, mean, g, alive, answer, scales, sums, shift, device)
+    table, grid = runs_on(device, runs)
     by_tile = room_for_sums(grid, mean.device, _SUMS)
     launch(
         _markov_merge, grid, mean,
@@ -190,9 +201,9 @@ def markov_merge(
     add_up(table, by_tile, sums)
 
 
-@jit(do_not_specialize=["beta", "weight", "scale"])
+@jit(do_not_specialize=["beta", "weight", "scale", "largest"])
 def _markov_difference(
-    runs, grad, m, known, c, bad, beta, weight, scale, shift,
+    runs, grad, m, known, c, bad, beta, weight, scale, largest, shift,
     HAS_GRAD: tl.constexpr, HAS_M: tl.constexpr, ON_DEVICE: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     element, in_param, count, _, _, _ = run_at(runs, tl.program_id(1))
@@ -201,7 +212,9 @@ def _markov_difference(
         if has_tile(count, full, WORDS):
             mask = inside(offset, count, full)
             at = element - shift + offset
-            meant, taken = _meant(grad, in_param + offset, m, at, mask, beta, weight, scale, HAS_GRAD, HAS_M, ON_DEVICE)
+            meant, taken = _meant(
+                grad, in_param + offset, m, at, mask, beta, weight, scale, largest, HAS_GRAD, HAS_M, ON_DEVICE
+            )
             change = meant - tl.load(known + at, mask=mask, other=0.0)
             fit = tl.abs(change) < LIMIT
             tl.store(c + at, tl.where(fit, change, 0.0), mask=mask)
@@ -220,13 +233,17 @@ def markov_difference(
     weight: float,
     scale: float | Tensor,
     shift: int,
+    largest: float = LARGEST,
     bad: Tensor,
 ) -> None:
     """See the reference."""
-    table, grid = runs_on(c.device, runs)
+    device = home_of("markov_difference", "c", c)
+    arguments.markov_difference(runs, grad, m, known, c, shift, device)
+    need_of_device("markov_difference", device, bad=bad, scale=scale)
+    table, grid = runs_on(device, runs)
     factor, on_device = number(scale)
     launch(
         _markov_difference, grid, c,
-        table, grad, m, known, c, bad, float(beta), float(weight), factor, shift,
+        table, grad, m, known, c, bad, float(beta), float(weight), factor, float(largest), shift,
         HAS_GRAD=grad is not None, HAS_M=m is not None, ON_DEVICE=on_device, WORDS=WORDS,
     )  # fmt: skip

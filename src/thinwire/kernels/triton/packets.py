@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from thinwire.kernels import arguments
 from thinwire.kernels.header import (
     CHECKED,
     GREETING,
@@ -30,7 +31,7 @@ from thinwire.kernels.header import (
     Status,
 )
 from thinwire.kernels.reference.crc import CASTAGNOLI, INVERTED, power_of_x, product
-from thinwire.kernels.triton.common import jit, launch
+from thinwire.kernels.triton.common import home_of, jit, launch
 
 _GROUP, _GROUPS = 128, 16
 """Words of a group, of which fewer than 256 can be added up; and groups of a tile, which is what a program is for."""
@@ -169,6 +170,8 @@ def packet_seal(
     packets: Tensor, status: Tensor, *, step: int, bucket: int, sender: int, flags: int, layout: int
 ) -> None:
     """See the reference."""
+    device = home_of("packet_seal", "packets", packets)
+    arguments.sealed("packet_seal", packets, status, 1, device)
     rows, length = packets.shape
     launch(
         _write_header, (rows,), packets,
@@ -277,6 +280,9 @@ def packet_check(
     copies: int = 1,
 ) -> None:
     """See the reference."""
+    device = home_of("packet_check", "packets", packets)
+    arguments.sealed("packet_check", packets, status, copies, device)
+    arguments.sent("packet_check", senders, packets.shape[0], device)
     rows, length = packets.shape[0], packets.shape[1] // copies
     of_length = _of_length(length // _WORD_BYTES - 1)
     sums = torch.full((rows * copies,), of_length, dtype=torch.int32, device=packets.device)

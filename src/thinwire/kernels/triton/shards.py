@@ -8,7 +8,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from thinwire.kernels.triton.common import WORD, WORDS, blocks_of, jit, launch, table_on, tile
+from thinwire.kernels import arguments
+from thinwire.kernels.triton.common import WORD, WORDS, blocks_of, home_of, jit, launch, table_on, tile
 
 
 @jit(do_not_specialize=["count", "length"])
@@ -36,6 +37,8 @@ def _shard_scale(sums, which, count, to, also, length, SUMS: tl.constexpr, TWICE
 
 def shard_scale(sums: Tensor, which: Tensor, to: Tensor, also: Tensor | None, *, length: int) -> None:
     """See the reference."""
+    device = home_of("shard_scale", "sums", sums)
+    arguments.shard_scale(sums, which, to, also, device)
     rows = table_on(sums.device, which)
     launch(
         _shard_scale, (1,), sums,
@@ -54,6 +57,8 @@ def _forget(state, marked, count, first, WORDS: tl.constexpr):
 
 def forget(state: Tensor, words: Tensor, *, first: int) -> None:
     """See the reference."""
+    device = home_of("forget", "state", state)
+    arguments.forget(state, words, first, device)
     count = words.numel()
     grid = (blocks_of(count * WORD.value),)
     launch(_forget, grid, state, state, words.view(torch.uint8), count, first, WORDS=WORDS)

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from thinwire.kernels import arguments
 from thinwire.kernels.modes import Gate, Output
 from thinwire.kernels.triton.common import (
     LIMIT,
@@ -17,10 +18,12 @@ from thinwire.kernels.triton.common import (
     gate_of,
     hand_back,
     has_tile,
+    home_of,
     inside,
     jit,
     launch,
     narrow,
+    need_of_device,
     number,
     number_at,
     pack,
@@ -99,7 +102,10 @@ def sign_encode(
     bad: Tensor,
 ) -> None:
     """See the reference."""
-    table, grid = runs_on(c.device, runs)
+    device = home_of("sign_encode", "c", c)
+    arguments.sign_encode(runs, grad, c, heard, packets, sent_scales, heard_scales, sums, shift, device)
+    need_of_device("sign_encode", device, bad=bad, scale=scale)
+    table, grid = runs_on(device, runs)
     by_tile = room_for_sums(grid, c.device)
     factor, on_device = number(scale)
     launch(
@@ -159,7 +165,10 @@ def momentum_encode(
     bad: Tensor,
 ) -> None:
     """See the reference."""
-    table, grid = runs_on(c.device, runs)
+    device = home_of("momentum_encode", "c", c)
+    arguments.momentum_encode(runs, grad, m, c, packets, sent_scales, sums, shift, output, device)
+    need_of_device("momentum_encode", device, bad=bad, scale=scale)
+    table, grid = runs_on(device, runs)
     by_tile = room_for_sums(grid, c.device) if output == Output.SIGNS else None
     factor, on_device = number(scale)
     launch(
@@ -210,7 +219,10 @@ def sign_merge(
     shift: int,
 ) -> None:
     """See the reference; `last_scale` is a float32 on the device."""
-    table, grid = runs_on(y.device, runs)
+    device = home_of("sign_merge", "y", y)
+    arguments.sign_merge(runs, rows, y, answer, scales, sums, shift, device)
+    need_of_device("sign_merge", device, scale=last_scale, scale_name="last_scale")
+    table, grid = runs_on(device, runs)
     by_tile = room_for_sums(grid, y.device)
     launch(
         _sign_merge, grid, y,
@@ -262,7 +274,10 @@ def sign_apply(
     gate: Gate | None = None,
 ) -> None:
     """See the reference."""
-    table, grid = runs_on(x.device, runs)
+    device = home_of("sign_apply", "x", x)
+    arguments.sign_apply(runs, x, low, p, heard, scales, anchor, m, device)
+    need_of_device("sign_apply", device, gate=gate)
+    table, grid = runs_on(device, runs)
     opens, parameter, gated = gate_of(gate)
     launch(
         _sign_apply, grid, x,
@@ -304,7 +319,10 @@ def step_apply(
     gate: Gate | None = None,
 ) -> None:
     """See the reference."""
-    table, grid = runs_on(x.device, runs)
+    device = home_of("step_apply", "x", x)
+    arguments.step_apply(runs, x, low, p, values, anchor, device)
+    need_of_device("step_apply", device, gate=gate)
+    table, grid = runs_on(device, runs)
     opens, parameter, gated = gate_of(gate)
     launch(
         _step_apply, grid, x,

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thinwire.kernels.triton.common import draw, jit, key_of, launch, splitmix
+from thinwire.kernels import arguments
+from thinwire.kernels.triton.common import draw, home_of, jit, key_of, launch, splitmix
 
 _LANES = 512
 """Lanes of a program: four a thread, which fit into registers for 256 workers and more."""
@@ -88,6 +89,8 @@ def vote_bit(
     signal: Tensor | None,
 ) -> None:
     """See the reference."""
+    device = home_of("vote_bit", "rows", rows)
+    arguments.vote_bit(rows, byte, alive, first_word, words, answer, answer_byte, signal, device)
     workers = rows.shape[0]
     launch(
         _vote_bit, (triton.cdiv(2 * words, _LANES),), rows,
@@ -146,6 +149,8 @@ def vote_majority(
     signal: Tensor | None,
 ) -> None:
     """See the reference."""
+    device = home_of("vote_majority", "rows", rows)
+    arguments.vote_majority(rows, byte, alive, first_word, words, answer, answer_byte, casting, signal, device)
     workers = rows.shape[0]
     launch(
         _vote_majority, (triton.cdiv(2 * words, _LANES),), rows,
@@ -178,6 +183,8 @@ def vote_count(
     signal: Tensor | None,
 ) -> None:
     """See the reference."""
+    device = home_of("vote_count", "rows", rows)
+    arguments.vote_count(rows, byte, alive, first_word, words, planes, answer, answer_byte, signal, device)
     launch(
         _vote_count, (triton.cdiv(2 * words, _LANES),), rows,
         rows, rows.stride(0), byte, rows.shape[0], 2 * words, answer, answer_byte,

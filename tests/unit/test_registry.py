@@ -1,0 +1,71 @@
+"""The registry of optimizers: it has all of them, and one entry is enough for every command."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import torch
+
+import thinwire
+from thinwire.cli.registry import ALL_COMMANDS, OPTIMIZERS, offered
+
+NAMES = {
+    "demo": "birder onebit-adam zero-one-adam onebit-lamb lamb cd-adam cd-adam-momentum cd-adam-topk sketched-amsgrad",
+    "bench exchange": "birder onebit-adam zero-one-adam onebit-lamb cd-adam cd-adam-topk sketched-amsgrad",
+    "bench step": "birder birder-majority birder-votes onebit-adam zero-one-adam onebit-lamb cd-adam cd-adam-topk "
+    "sketched-amsgrad",
+    "chaos": "birder onebit-adam zero-one-adam onebit-lamb lamb cd-adam cd-adam-topk sketched-amsgrad",
+    "selftest": "birder birder-majority birder-votes onebit-adam zero-one-adam onebit-lamb lamb cd-adam cd-adam-topk "
+    "sketched-amsgrad",
+}
+
+
+def test_names_of_every_command() -> None:
+    assert set(NAMES) == ALL_COMMANDS
+    assert {command: " ".join(offered(command)) for command in sorted(ALL_COMMANDS)} == NAMES
+
+
+def test_every_public_optimizer_is_registered() -> None:
+    public = [getattr(thinwire, name) for name in thinwire.__all__]
+    classes = {c for c in public if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)}
+    assert classes == {entry.optimizer for entry in OPTIMIZERS.values()}
+
+
+ADD_ONE = """
+import json
+import thinwire
+from thinwire.cli import registry
+
+registry.OPTIMIZERS["another"] = registry.Entry(
+    "another", "Another", thinwire.CDAdam, lr=1e-3, search=registry.Search(4e-3, ((0.0, 0.99),) * 3)
+)
+from itertools import islice
+from typer.testing import CliRunner
+from thinwire.cli.app import app
+from thinwire.cli.chaos.episodes import episodes
+from thinwire.cli.selftest.runs import SUBJECTS
+from thinwire.cli.step.methods import METHODS
+from thinwire.cli.study.methods import METHODS as STUDIED
+
+def help_of(*command):
+    return CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "400"}).output
+
+print(json.dumps({
+    "demo": "another" in help_of("demo"),
+    "soak": "another" in help_of("soak"),
+    "bench exchange": "another" in help_of("bench", "exchange"),
+    "bench step": "another" in METHODS,
+    "chaos": "another" in {episode.optimizer_name for episode in islice(episodes(0, 2), 20)},
+    "selftest": "Another" in {subject.label for subject in SUBJECTS},
+    "study": "another" in STUDIED,
+}))
+"""
+
+
+def test_one_entry_adds_an_optimizer_to_all_commands() -> None:
+    done = subprocess.run([sys.executable, "-c", ADD_ONE], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert all(found.values()), found
