@@ -18,9 +18,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from benchmarks.roofline_kernels import CHECKSUMS, FLOAT, FORMS, METHODS, TILE, WORKERS, YARDSTICK, Bytes, Form, Method
-from thinwire.wire.buckets import WORD, Layout, bucket_elements
-from thinwire.wire.mail import WORD_BYTES
-from thinwire.wire.packet import HEADER_BYTES
+from thinwire.transport.buffers import WORD_BYTES
+from thinwire.transport.layout import WORD, Layout, bucket_elements
+from thinwire.transport.packet import HEADER_BYTES
 
 PEAKS = {"A100": 2039e9, "H100": 3350e9}
 """Bytes a second of device memory, from NVIDIA's data sheets: A100 80GB SXM and H100 SXM."""

@@ -14,13 +14,13 @@ from typing import get_args
 
 import torch
 
+from thinwire.compressors.dense import Dense
+from thinwire.compressors.markov import MarkovSign
+from thinwire.compressors.scaled_sign import ScaledSign
+from thinwire.compressors.stochastic_sign import REFRESH_PERIOD, Downlink, StochasticSign
 from thinwire.kernels.ops import BACKENDS
-from thinwire.schemes.dense import Dense
-from thinwire.schemes.markov import MarkovSign
-from thinwire.schemes.scaled_sign import ScaledSign
-from thinwire.schemes.stochastic_sign import ROLL_PERIOD, Downlink, StochasticSign
-from thinwire.wire.buckets import WORD, Layout
-from thinwire.wire.mail import Payload
+from thinwire.transport.buffers import Payload
+from thinwire.transport.layout import WORD, Layout
 
 WORKERS = 4
 LOCAL_CYCLE = 16
@@ -110,13 +110,15 @@ def _birder(form: Form, *, downlink: Downlink, state: float) -> list[Kernel]:
     encoded = {"m": state, "b": state}
     rows, mine = WORKERS * BIT, 1 / WORKERS
     return [
-        Kernel("birder_encode", {"grad": form.grad, **encoded, "alive": BIT}, {**encoded, "packets": BIT}, each="part"),
-        Kernel("roll_call", {"state": state}, {"packets": BIT}, share=1 / ROLL_PERIOD),
-        Kernel(vote, {"rows": rows, "alive": BIT}, {"answer": planes * BIT}, share=mine),
-        Kernel("any_of", {"rows": rows}, {"answer": BIT}, share=mine / ROLL_PERIOD),
+        Kernel(
+            "birder_encode", {"grad": form.grad, **encoded, "active": BIT}, {**encoded, "packets": BIT}, each="part"
+        ),
+        Kernel("activity_refresh", {"state": state}, {"packets": BIT}, share=1 / REFRESH_PERIOD),
+        Kernel(vote, {"rows": rows, "active": BIT}, {"answer": planes * BIT}, share=mine),
+        Kernel("any_of", {"rows": rows}, {"answer": BIT}, share=mine / REFRESH_PERIOD),
         *_packets(BIT, planes * BIT),
-        Kernel("birder_apply", {**form.x, "alive": BIT, "answers": planes * BIT}, form.x, each="part"),
-        Kernel("adopt", {"alive": BIT, "answers": planes * BIT}, {"alive": BIT}),
+        Kernel("birder_apply", {**form.x, "active": BIT, "answers": planes * BIT}, form.x, each="part"),
+        Kernel("adopt", {"active": BIT, "answers": planes * BIT}, {"active": BIT}),
     ]
 
 
@@ -201,25 +203,25 @@ def _zero_one_adam(form: Form) -> list[Kernel]:
 
 def _cd_adam(form: Form) -> list[Kernel]:
     mine, states = 1 / WORKERS, {"g": FLOAT, "m": FLOAT, "v": FLOAT, "peak": FLOAT}
-    encoded = {"grad": form.grad, "known": FLOAT, "said": BIT, "spoke": BIT, "alive": BIT}
+    encoded = {"grad": form.grad, "known": FLOAT, "said": BIT, "spoke": BIT, "active": BIT}
     words = {"known": FLOAT, "said": BIT, "busy": 1 / WORD, "packets": BIT}
-    merged = {"rows": WORKERS * BIT, "mean": FLOAT, "g": FLOAT, "alive": BIT}
+    merged = {"rows": WORKERS * BIT, "mean": FLOAT, "g": FLOAT, "active": BIT}
     quiet = {"words": 1 / WORD}  # those that have just fallen quiet are written, which are few
     return [
         Kernel("markov_encode", encoded, words, sums=3, each="part"),
         Kernel("shard_scale", {}, {}, each="shard"),
         Kernel("quiet words, told", {"busy": 1 / WORD}, {"sent": BIT / WORD}, each="shard"),
         Kernel("any_of", {"rows": WORKERS * BIT}, {"answer": BIT}, share=mine / WORD),
-        Kernel("quiet words, heard by the owner", {"alive": BIT, "spoke": BIT}, {"heard": BIT}, share=mine),
+        Kernel("quiet words, heard by the owner", {"active": BIT, "spoke": BIT}, {"heard": BIT}, share=mine),
         Kernel("forget", quiet, {}, share=mine),
         Kernel("markov_merge", merged, {"mean": FLOAT, "answer": BIT}, share=mine, sums=3),
         Kernel("shard_scale", {}, {}),
         *_packets(BIT + BIT / WORD, BIT + BIT / WORD),
-        Kernel("quiet words, heard by all", {"alive": BIT, "spoke": BIT}, {"heard": BIT}),
+        Kernel("quiet words, heard by all", {"active": BIT, "spoke": BIT}, {"heard": BIT}),
         Kernel("forget", quiet, {}),
         Kernel("forget", quiet, {}),
-        Kernel("amsgrad_apply", {**form.x, **states, "packets": BIT, "alive": BIT}, {**form.x, **states}, each="part"),
-        Kernel("maps", {"heard": BIT, "alive": BIT, "answers": BIT}, {"spoke": BIT, "alive": BIT}),
+        Kernel("amsgrad_apply", {**form.x, **states, "packets": BIT, "active": BIT}, {**form.x, **states}, each="part"),
+        Kernel("maps", {"heard": BIT, "active": BIT, "answers": BIT}, {"spoke": BIT, "active": BIT}),
     ]
 
 

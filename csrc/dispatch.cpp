@@ -81,9 +81,9 @@ int thinwire_use_isa(const char *name) {
 }
 
 int thinwire_birder_encode(const thinwire_run *runs, int64_t n_runs, const void *grad, int grad_dtype, void *m, void *b, int state_dtype,
-                           int64_t shift, const uint64_t *alive, uint8_t *packets, float beta, float one_minus_beta, float beta_b,
+                           int64_t shift, const uint64_t *active, uint8_t *packets, float beta, float one_minus_beta, float beta_b,
                            float one_minus_beta_b, float level, float eps, float scale, int amsgrad, uint64_t key) {
-  return in_use->table->birder_encode(runs, n_runs, grad, grad_dtype, m, b, state_dtype, shift, alive, packets, beta, one_minus_beta, beta_b,
+  return in_use->table->birder_encode(runs, n_runs, grad, grad_dtype, m, b, state_dtype, shift, active, packets, beta, one_minus_beta, beta_b,
                                       one_minus_beta_b, level, eps, scale, amsgrad, key);
 }
 
@@ -98,34 +98,34 @@ void thinwire_mean(const uint8_t *rows, int64_t stride, int64_t n, int dtype, in
   in_use->table->mean(rows, stride, n, dtype, count, mean);
 }
 
-void thinwire_roll_call(const void *state, int state_dtype, int64_t shift, int64_t first_word, int64_t shard_words, int64_t shards,
+void thinwire_activity_refresh(const void *state, int state_dtype, int64_t shift, int64_t first_word, int64_t shard_words, int64_t shards,
                         int64_t period, int64_t phase, float eps, uint8_t *packets, int64_t stride, int64_t offset) {
-  in_use->table->roll_call(state, state_dtype, shift, first_word, shard_words, shards, period, phase, eps, packets, stride, offset);
+  in_use->table->activity_refresh(state, state_dtype, shift, first_word, shard_words, shards, period, phase, eps, packets, stride, offset);
 }
 
-void thinwire_vote_bit(const uint8_t *rows, int64_t stride, int64_t n, const uint64_t *alive, int64_t first_word, int64_t words,
+void thinwire_vote_bit(const uint8_t *rows, int64_t stride, int64_t n, const uint64_t *active, int64_t first_word, int64_t words,
                        uint64_t *answer, uint64_t key, int64_t *signal) {
-  in_use->table->vote_bit(rows, stride, n, alive, first_word, words, answer, key, signal);
+  in_use->table->vote_bit(rows, stride, n, active, first_word, words, answer, key, signal);
 }
 
-void thinwire_vote_majority(const uint8_t *rows, int64_t stride, int64_t n, const uint64_t *alive, int64_t words, uint64_t *answer,
+void thinwire_vote_majority(const uint8_t *rows, int64_t stride, int64_t n, const uint64_t *active, int64_t words, uint64_t *answer,
                             int64_t casting, int64_t *signal) {
-  in_use->table->vote_majority(rows, stride, n, alive, words, answer, casting, signal);
+  in_use->table->vote_majority(rows, stride, n, active, words, answer, casting, signal);
 }
 
-void thinwire_vote_count(const uint8_t *rows, int64_t stride, int64_t n, const uint64_t *alive, int64_t words, int64_t planes,
+void thinwire_vote_count(const uint8_t *rows, int64_t stride, int64_t n, const uint64_t *active, int64_t words, int64_t planes,
                          uint64_t *answer, int64_t *signal) {
-  in_use->table->vote_count(rows, stride, n, alive, words, planes, answer, signal);
+  in_use->table->vote_count(rows, stride, n, active, words, planes, answer, signal);
 }
 
-void thinwire_adopt(uint64_t *alive, int64_t first_word, int64_t shard_words, int64_t shards, const uint8_t *answers, int64_t stride,
+void thinwire_adopt(uint64_t *active, int64_t first_word, int64_t shard_words, int64_t shards, const uint8_t *answers, int64_t stride,
                     int64_t planes, int64_t period, int64_t phase) {
-  in_use->table->adopt(alive, first_word, shard_words, shards, answers, stride, planes, period, phase);
+  in_use->table->adopt(active, first_word, shard_words, shards, answers, stride, planes, period, phase);
 }
 
-void thinwire_birder_apply(const thinwire_run *runs, int64_t n_runs, float *x, void *low, int low_dtype, const uint64_t *alive,
+void thinwire_birder_apply(const thinwire_run *runs, int64_t n_runs, float *x, void *low, int low_dtype, const uint64_t *active,
                            const uint8_t *answers, int64_t planes, int64_t workers, float rate, float decay) {
-  in_use->table->birder_apply(runs, n_runs, x, low, low_dtype, alive, answers, planes, workers, rate, decay);
+  in_use->table->birder_apply(runs, n_runs, x, low, low_dtype, active, answers, planes, workers, rate, decay);
 }
 
 void thinwire_dense_apply(const thinwire_run *runs, int64_t n_runs, float *x, void *low, int low_dtype, const uint8_t *answers, float lr,
@@ -202,15 +202,15 @@ void thinwire_onebit_lamb_measure(const thinwire_run *runs, int64_t n_runs, floa
 }
 
 int thinwire_markov_encode(const thinwire_run *runs, int64_t n_runs, const void *grad, int grad_dtype, float *m, float *known,
-                           int64_t shift, uint64_t *said, uint8_t *busy, const uint64_t *spoke, const uint64_t *alive, uint8_t *packets,
+                           int64_t shift, uint64_t *said, uint8_t *busy, const uint64_t *spoke, const uint64_t *active, uint8_t *packets,
                            const float *sent_scales, double *sums, float beta, float weight, float scale, float largest, int mode) {
-  return in_use->table->markov_encode(runs, n_runs, grad, grad_dtype, m, known, shift, said, busy, spoke, alive, packets, sent_scales,
+  return in_use->table->markov_encode(runs, n_runs, grad, grad_dtype, m, known, shift, said, busy, spoke, active, packets, sent_scales,
                                       sums, beta, weight, scale, largest, mode);
 }
 
 void thinwire_markov_merge(const thinwire_run *runs, int64_t n_runs, const uint8_t *rows, int64_t stride, int64_t n_rows, float *mean,
-                           int64_t shift, const float *g, const uint64_t *alive, uint8_t *answer, const float *scales, double *sums) {
-  in_use->table->markov_merge(runs, n_runs, rows, stride, n_rows, mean, shift, g, alive, answer, scales, sums);
+                           int64_t shift, const float *g, const uint64_t *active, uint8_t *answer, const float *scales, double *sums) {
+  in_use->table->markov_merge(runs, n_runs, rows, stride, n_rows, mean, shift, g, active, answer, scales, sums);
 }
 
 int thinwire_markov_difference(const thinwire_run *runs, int64_t n_runs, const void *grad, int grad_dtype, float *m, const float *known,
@@ -219,10 +219,10 @@ int thinwire_markov_difference(const thinwire_run *runs, int64_t n_runs, const v
 }
 
 void thinwire_amsgrad_apply(const thinwire_run *runs, int64_t n_runs, float *x, void *low, int low_dtype, float *g, float *m, float *v,
-                            float *peak, const uint8_t *packets, const float *scales, const uint64_t *alive, float beta1,
+                            float *peak, const uint8_t *packets, const float *scales, const uint64_t *active, float beta1,
                             float one_minus_beta1, float beta2, float one_minus_beta2, float eps, float rate, float correction, float decay,
                             int source) {
-  in_use->table->amsgrad_apply(runs, n_runs, x, low, low_dtype, g, m, v, peak, packets, scales, alive, beta1, one_minus_beta1, beta2,
+  in_use->table->amsgrad_apply(runs, n_runs, x, low, low_dtype, g, m, v, peak, packets, scales, active, beta1, one_minus_beta1, beta2,
                                one_minus_beta2, eps, rate, correction, decay, source);
 }
 

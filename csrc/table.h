@@ -8,7 +8,7 @@ struct thinwire_table {
   decltype(&thinwire_birder_encode) birder_encode;
   decltype(&thinwire_birder_direction) birder_direction;
   decltype(&thinwire_mean) mean;
-  decltype(&thinwire_roll_call) roll_call;
+  decltype(&thinwire_activity_refresh) activity_refresh;
   decltype(&thinwire_vote_bit) vote_bit;
   decltype(&thinwire_vote_majority) vote_majority;
   decltype(&thinwire_vote_count) vote_count;

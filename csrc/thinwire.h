@@ -45,7 +45,7 @@ THINWIRE_API int thinwire_use_isa(const char *name);
  * parameter's; without a gradient (NULL) the bits are sampled from `m` and `b` as they are. Returns 1 when a gradient
  * was not finite: such elements keep their `m` and `b`. */
 THINWIRE_API int thinwire_birder_encode(const thinwire_run *runs, int64_t n_runs, const void *grad, int grad_dtype, void *m, void *b,
-                                        int state_dtype, int64_t shift, const uint64_t *alive, uint8_t *packets, float beta,
+                                        int state_dtype, int64_t shift, const uint64_t *active, uint8_t *packets, float beta,
                                         float one_minus_beta, float beta_b, float one_minus_beta_b, float level, float eps, float scale,
                                         int amsgrad, uint64_t key);
 
@@ -60,34 +60,34 @@ THINWIRE_API void thinwire_mean(const uint8_t *rows, int64_t stride, int64_t n, 
 
 /* For each of `shards` shards, the life (|state| > eps) of its words w with w mod `period` = `phase`, written to
  * `packets` + shard * stride + offset. Flat element e is state[e - shift]. */
-THINWIRE_API void thinwire_roll_call(const void *state, int state_dtype, int64_t shift, int64_t first_word, int64_t shard_words,
+THINWIRE_API void thinwire_activity_refresh(const void *state, int state_dtype, int64_t shift, int64_t first_word, int64_t shard_words,
                                      int64_t shards, int64_t period, int64_t phase, float eps, uint8_t *packets, int64_t stride,
                                      int64_t offset);
 
-/* The answer to `n` rows of votes: a random worker's bit where `alive`, the or of all bits elsewhere. `alive` may be
- * NULL: or everywhere. `signal`, if not NULL, gets {sum of |2c - n|, number of living elements} over a sixteenth. */
-THINWIRE_API void thinwire_vote_bit(const uint8_t *rows, int64_t stride, int64_t n, const uint64_t *alive, int64_t first_word,
+/* The answer to `n` rows of votes: a random worker's bit where `active`, the or of all bits elsewhere. `active` may be
+ * NULL: or everywhere. `signal`, if not NULL, gets {sum of |2c - n|, number of active_bits elements} over a sixteenth. */
+THINWIRE_API void thinwire_vote_bit(const uint8_t *rows, int64_t stride, int64_t n, const uint64_t *active, int64_t first_word,
                                     int64_t words, uint64_t *answer, uint64_t key, int64_t *signal);
 
-/* The same with what most workers say where `alive`, and in a tie what row `casting` says. `alive` may not be NULL. */
-THINWIRE_API void thinwire_vote_majority(const uint8_t *rows, int64_t stride, int64_t n, const uint64_t *alive, int64_t words,
+/* The same with what most workers say where `active`, and in a tie what row `casting` says. `active` may not be NULL. */
+THINWIRE_API void thinwire_vote_majority(const uint8_t *rows, int64_t stride, int64_t n, const uint64_t *active, int64_t words,
                                          uint64_t *answer, int64_t casting, int64_t *signal);
 
 /* The number of votes as planes of bits, lowest first, plane p at answer + p * words. */
-THINWIRE_API void thinwire_vote_count(const uint8_t *rows, int64_t stride, int64_t n, const uint64_t *alive, int64_t words, int64_t planes,
+THINWIRE_API void thinwire_vote_count(const uint8_t *rows, int64_t stride, int64_t n, const uint64_t *active, int64_t words, int64_t planes,
                                       uint64_t *answer, int64_t *signal);
 
-/* Brings `alive` up to date with the answers of `shards` shards, `stride` bytes apart: hellos where it was 0, and the
+/* Brings `active` up to date with the answers of `shards` shards, `stride` bytes apart: hellos where it was 0, and the
  * roll call's words, which follow the planes of the answer. */
-THINWIRE_API void thinwire_adopt(uint64_t *alive, int64_t first_word, int64_t shard_words, int64_t shards, const uint8_t *answers,
+THINWIRE_API void thinwire_adopt(uint64_t *active, int64_t first_word, int64_t shard_words, int64_t shards, const uint8_t *answers,
                                  int64_t stride, int64_t planes, int64_t period, int64_t phase);
 
-/* x <- decay x - lr Q where alive; Q is the answer's sign (planes = 1, workers = 0) or (2c - workers) / workers, with
+/* x <- decay x - lr Q where active; Q is the answer's sign (planes = 1, workers = 0) or (2c - workers) / workers, with
  * `rate` = lr or lr / workers. `low`, if not NULL, is a parameter of `low_dtype` whose fp32 master is `x`: it is
  * rounded from the master, and a master that no longer rounds to it (somebody loaded weights) is first replaced by
  * it. */
 THINWIRE_API void thinwire_birder_apply(const thinwire_run *runs, int64_t n_runs, float *x, void *low, int low_dtype,
-                                        const uint64_t *alive, const uint8_t *answers, int64_t planes, int64_t workers,
+                                        const uint64_t *active, const uint8_t *answers, int64_t planes, int64_t workers,
                                         float rate, float decay);
 
 /* x <- decay x - lr u with a float u for each element, where u is not NaN; masters as above. */
@@ -170,26 +170,26 @@ THINWIRE_API void thinwire_onebit_lamb_measure(const thinwire_run *runs, int64_t
 
 /* CD-Adam (below) says what changed: `known` is what of a worker's wish everybody knew before its last message, `said` the
  * bits of that message, both with the flat element e at e - shift, a word at (e - shift) / 64; `mean` is the owner's mean of
- * all of them, `g` everybody's memory of what owners answered. `spoke` and `alive` are words of the whole flat space.
- * `sums`, three a run: |c|, c squared and the number of those, over the living elements. */
+ * all of them, `g` everybody's memory of what owners answered. `spoke` and `active` are words of the whole flat space.
+ * `sums`, three a run: |c|, c squared and the number of those, over the active_bits elements. */
 
 /* known <- known plus what was said, with `sent_scales`, where `spoke`; c <- the wish less that. Writes the signs of c where
- * `alive`, elsewhere whether the wish is anything but 0, to `packets` and to `said`, and to `busy`, at (e - shift) / 64, 1 for a
+ * `active`, elsewhere whether the wish is anything but 0, to `packets` and to `said`, and to `busy`, at (e - shift) / 64, 1 for a
  * word with a wish that is anything but 0, else 0. The wish is the gradient, or `m`, if not
- * NULL, after it took the gradient, if there is one. `mode`: 0 as said; 1 a greeting: elements not yet alive, if they have
+ * NULL, after it took the gradient, if there is one. `mode`: 0 as said; 1 a greeting: elements not yet active, if they have
  * no `m`, make the wish known; 2 a recall: the wish is what was known, and nothing is known any more. Returns 1 when c or m
  * would not be finite, or 2^60 and more, with a gradient, or when the scaled gradient is not at most `largest`: such elements
  * wish for what is known, and keep m. */
 THINWIRE_API int thinwire_markov_encode(const thinwire_run *runs, int64_t n_runs, const void *grad, int grad_dtype, float *m, float *known,
-                                        int64_t shift, uint64_t *said, uint8_t *busy, const uint64_t *spoke, const uint64_t *alive,
+                                        int64_t shift, uint64_t *said, uint8_t *busy, const uint64_t *spoke, const uint64_t *active,
                                         uint8_t *packets, const float *sent_scales, double *sums, float beta, float weight, float scale,
                                         float largest, int mode);
 
-/* The owner's answer to `n_rows` rows of one shard, which are `stride` bytes apart and have a scale each. Where `alive`, mean
+/* The owner's answer to `n_rows` rows of one shard, which are `stride` bytes apart and have a scale each. Where `active`, mean
  * takes their mean and the answer is the sign of c = mean - g; elsewhere it is the or of all bits. A run's `byte` counts from
  * the beginning of a row and of the answer. */
 THINWIRE_API void thinwire_markov_merge(const thinwire_run *runs, int64_t n_runs, const uint8_t *rows, int64_t stride, int64_t n_rows,
-                                        float *mean, int64_t shift, const float *g, const uint64_t *alive, uint8_t *answer,
+                                        float *mean, int64_t shift, const float *g, const uint64_t *active, uint8_t *answer,
                                         const float *scales, double *sums);
 
 /* c <- the wish less `known`, which stays; `c` has the flat element e at e - shift. Wish, limits and result as in
@@ -199,10 +199,10 @@ THINWIRE_API int thinwire_markov_difference(const thinwire_run *runs, int64_t n_
                                             float largest);
 
 /* AMSGrad: m, v, peak (the largest v so far) and x, where peak > 0. `source` of the gradient: 0 `g` as it stands, 1 `g` after
- * it took the packets' signs times `scales`, where `alive`, 2 the packets' floats. Without `x` (NULL) only g takes the
+ * it took the packets' signs times `scales`, where `active`, 2 the packets' floats. Without `x` (NULL) only g takes the
  * signs. */
 THINWIRE_API void thinwire_amsgrad_apply(const thinwire_run *runs, int64_t n_runs, float *x, void *low, int low_dtype, float *g, float *m,
-                                         float *v, float *peak, const uint8_t *packets, const float *scales, const uint64_t *alive,
+                                         float *v, float *peak, const uint8_t *packets, const float *scales, const uint64_t *active,
                                          float beta1, float one_minus_beta1, float beta2, float one_minus_beta2, float eps, float rate,
                                          float correction, float decay, int source);
 

@@ -14,7 +14,7 @@ import thinwire
 from tests.harness import run_ranks
 from thinwire import checkpoint
 from thinwire.checkpoint._together import together
-from thinwire.wire.peers import Peers
+from thinwire.transport.peers import Peers
 
 Told = tuple[str, int | None, str]
 

@@ -18,9 +18,9 @@ import thinwire
 from tests.distributed.common import digest, run_nodes, token_loss, token_net
 from tests.distributed.stages import LOCAL_STEPS, VARIANCE
 from thinwire.kernels import reference
-from thinwire.wire import packet
-from thinwire.wire.mail import MAX_CHANNELS
-from thinwire.wire.messages import Messages, Pending
+from thinwire.transport import packet
+from thinwire.transport.buffers import MAX_CHANNELS
+from thinwire.transport.messages import Messages, Pending
 
 GOOD_STEPS = 2
 BUCKETS = 5
@@ -77,7 +77,7 @@ def change(row: Tensor, case: Case) -> None:
     at, form = FIELDS[case.header]
     memory = bytearray(row.numpy().tobytes())
     (value,) = struct.unpack_from(form, memory, at)
-    struct.pack_into(form, memory, at, value ^ packet.GREETING)
+    struct.pack_into(form, memory, at, value ^ packet.ACTIVATION)
     row.copy_(torch.frombuffer(memory, dtype=torch.uint8))
     struct.pack_into("<I", memory, 0, reference.crc32c(row[4:]))
     row.copy_(torch.frombuffer(memory, dtype=torch.uint8))

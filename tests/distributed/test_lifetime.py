@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import thinwire
 from tests.distributed.common import digest, run_nodes, token_loss, token_net
 from tests.harness import run_ranks, run_ranks_expecting_errors
-from thinwire.wire.peers import Peers
+from thinwire.transport.peers import Peers
 
 
 def _steps(model: nn.Module, opt: thinwire.Birder, rank: int, count: int, first: int = 0) -> None:

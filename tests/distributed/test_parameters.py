@@ -18,7 +18,7 @@ from torch import nn
 import thinwire
 from tests.distributed.common import digest, environment
 from tests.harness import run_ranks
-from thinwire.schemes.stochastic_sign import Downlink
+from thinwire.compressors.stochastic_sign import Downlink
 
 
 def signs_like(tensor: torch.Tensor, salt: int) -> torch.Tensor:

@@ -13,10 +13,10 @@ from torch import Tensor
 import thinwire
 from tests.distributed.common import by_case, digest, each_case, environment, run_nodes, token_loss, token_net
 from tests.harness import run_ranks
-from thinwire.codecs.topk import TopK
+from thinwire.compressors.codecs.topk import TopK
+from thinwire.compressors.markov import Markov
 from thinwire.kernels.header import HEADER_BYTES
-from thinwire.schemes.markov import Markov
-from thinwire.wire.rounds import Members
+from thinwire.transport.rounds import Members
 
 STREAM = {"THINWIRE_LANE": "stream"}
 GOOD_STEPS = 2

@@ -17,8 +17,8 @@ import thinwire
 from tests.distributed.common import token_loss, token_net
 from tests.harness import run_ranks
 from thinwire.kernels import ops
-from thinwire.optimizers import _stream
-from thinwire.wire.rounds import Members
+from thinwire.transport import side_stream as _stream
+from thinwire.transport.rounds import Members
 
 CURRENT, ASIDE = "current", "aside"
 
@@ -40,7 +40,7 @@ class Log:
 
 
 class WritingStreams:
-    """As `thinwire.wire.streams.Streams`."""
+    """As `thinwire.transport.streams.Streams`."""
 
     def __init__(self, log: Log) -> None:
         self._log = log
@@ -143,13 +143,13 @@ def three_steps(
                     opt.step()
             opt.zero_grad()
             events.append(log.events)
-        mail = opt._channel.mail
-        assert {mail.sent.data_ptr(), mail.answers.data_ptr()} <= log.shared
+        buffers = opt._channel.buffers
+        assert {buffers.sent.data_ptr(), buffers.answers.data_ptr()} <= log.shared
     return events, len(opt._layout.buckets)
 
 
 CASES = {
-    "Birder": (thinwire.Birder, {}, "birder_encode", ["roll_call"], ["vote_bit", "or"], "birder_apply"),
+    "Birder": (thinwire.Birder, {}, "birder_encode", ["activity_refresh"], ["vote_bit", "or"], "birder_apply"),
     "OneBitAdam": (
         thinwire.OneBitAdam,
         {"betas": (0.5, 0.5), "warmup_steps": 2},

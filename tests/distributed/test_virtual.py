@@ -16,8 +16,8 @@ import thinwire
 from tests.conformance.test_conformance import OPTIMIZERS
 from tests.distributed.common import Digest, Training, environment, token_loss, token_net, train, trained_each
 from tests.harness import run_ranks
-from thinwire.wire import virtual
-from thinwire.wire.peers import Peers, here
+from thinwire.transport import virtual
+from thinwire.transport.peers import Peers, here
 
 
 def virtually(workers: int, training: Training) -> list[list[Digest]]:

@@ -25,7 +25,7 @@ class Fences:
         self._before: list[Tensor] = []
 
     def zeros(self, elements: int, dtype: torch.dtype) -> Tensor:
-        """As `thinwire.wire.memory.untouched_zeros`; the last byte is the last one before the fence."""
+        """As `thinwire.transport.memory.untouched_zeros`; the last byte is the last one before the fence."""
         size = elements * dtype.itemsize
         if not size:
             return torch.empty(0, dtype=dtype)

@@ -14,8 +14,8 @@ from tests.instruction_sets import instruction_sets
 from thinwire.errors import CorruptPacket
 from thinwire.kernels import native
 from thinwire.kernels.ops import BACKENDS
-from thinwire.wire import packet
-from thinwire.wire.packet import HEADER_BYTES, Header, Packet
+from thinwire.transport import packet
+from thinwire.transport.packet import HEADER_BYTES, Header, Packet
 
 LARGEST = 8192
 _EXPECTED = struct.Struct("<BQIHIIH")
@@ -48,7 +48,7 @@ def first_difference(expected: Header, received: bytes) -> str | None:
     fields = dict(zip(_NAMES, _HEADER.unpack_from(received), strict=True))
     wanted = dataclasses.asdict(expected) | {"magic": 0x5754, "version": 2, "checksum": crc32c(received[4:])}
     names = [name for name in _NAMES if name != "flags" and fields[name] != wanted[name]]
-    if (fields["flags"] ^ expected.flags) & packet.GREETING:
+    if (fields["flags"] ^ expected.flags) & packet.ACTIVATION:
         names.append("greeting")
     if (fields["flags"] ^ expected.flags) & packet.SYNCHRONIZE:
         names.append("synchronize")
@@ -105,7 +105,7 @@ class Packets:
         def number(bits: int) -> int:
             return draw.choice((draw.randrange(16), draw.getrandbits(bits), draw.choice(mutate.LIMITS) % 2**bits))
 
-        flags = draw.choice((0, 0, packet.GREETING, packet.SYNCHRONIZE, packet.NONFINITE, draw.randrange(16)))
+        flags = draw.choice((0, 0, packet.ACTIVATION, packet.SYNCHRONIZE, packet.NONFINITE, draw.randrange(16)))
         return Header(number(64), number(32), number(16), size, number(32), flags)
 
     def _neighbour(self, draw: random.Random, due: Header) -> Header:

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 import thinwire
+from tests.fuzz.foreign import Echo, Hostile, Line, Strangers
 from tests.fuzz.memory import Fences
-from tests.fuzz.strangers import Echo, Hostile, Line, Strangers
 from tests.instruction_sets import instruction_sets
 from thinwire.errors import CorruptPacket
 from thinwire.kernels import native

@@ -112,7 +112,7 @@ class Parameter:
     alive: np.ndarray
 
     @property
-    def roll_call_words(self) -> np.ndarray:
+    def activity_refresh_words(self) -> np.ndarray:
         return (self.elements // WORD) % ROLL_CALL_PERIOD
 
 
@@ -271,5 +271,5 @@ class BirderOracle:
 
     def _hear(self, p: Parameter, answered_hello: np.ndarray) -> None:
         """Hello wakes coordinates from the next step on; roll call replaces the map of the words whose turn it is."""
-        called = p.roll_call_words == self.step_number % ROLL_CALL_PERIOD
+        called = p.activity_refresh_words == self.step_number % ROLL_CALL_PERIOD
         p.alive = np.where(called, self._life(p), p.alive | answered_hello)

@@ -134,13 +134,13 @@ def random_bytes(*shape: int, generator: torch.Generator) -> Tensor:
 
 def alive_map(kind: str, words: int, generator: torch.Generator) -> Tensor:
     """`all`, `none`, or `some`: whole words of both kinds and words in between."""
-    alive = random_words(words, generator)
+    active = random_words(words, generator)
     if kind == "some":
-        alive[::3] = -1
-        alive[1::5] = 0
+        active[::3] = -1
+        active[1::5] = 0
     else:
-        alive.fill_(-1 if kind == "all" else 0)
-    return alive
+        active.fill_(-1 if kind == "all" else 0)
+    return active
 
 
 def cut(count: int, pieces: int, *, first_word: int, planes: int = 1) -> tuple[Tensor, int]:
@@ -200,7 +200,7 @@ def encode_case(
     grad_dtype: torch.dtype | None,
     state_dtype: torch.dtype,
     pieces: int = 1,
-    alive: str = "some",
+    active: str = "some",
     finite: bool = True,
     grad_off: int = 0,
     shift: int = 0,
@@ -222,7 +222,7 @@ def encode_case(
         "grad": grad,
         "m": guarded(m[shift:]),
         "b": guarded(b[shift:]),
-        "alive": guarded(alive_map(alive, words, generator)),
+        "active": guarded(alive_map(active, words, generator)),
         "packets": guarded(random_bytes(size, generator=generator)),
         "beta": 0.8,
         "eps": 1e-12,
@@ -234,7 +234,7 @@ def encode_case(
     }
 
 
-def roll_call_case(
+def activity_refresh_case(
     shard_words: int,
     shards: int,
     first_word: int,

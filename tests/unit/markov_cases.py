@@ -44,14 +44,14 @@ from tests.unit.sign_cases import (
 from tests.unit.test_kernels_invariants import address, changed_bytes
 from thinwire.kernels.modes import Say, Source
 
-MODES = {Say.ORDINARY: "ordinary", Say.GREETING: "greeting", Say.RECALL: "recall"}
+MODES = {Say.ORDINARY: "ordinary", Say.ACTIVATION: "greeting", Say.RECALL: "recall"}
 SOURCES = {Source.HELD: "held", Source.SIGNS: "signs", Source.FLOATS: "floats"}
 PRIME = 2**31 - 1
 
 each_mode = pytest.mark.parametrize("mode", MODES, ids=MODES.values())
 each_source = pytest.mark.parametrize("source", SOURCES, ids=SOURCES.values())
 each_momentum = pytest.mark.parametrize("momentum", [False, True], ids=["", "momentum"])
-each_life = pytest.mark.parametrize("alive", ["all", "none", "some"])
+each_life = pytest.mark.parametrize("active", ["all", "none", "some"])
 
 ALIVE = st.sampled_from(["all", "none", "some"])
 WEIGHT = st.floats(0, 10)
@@ -68,7 +68,7 @@ def markov_encode_case(
     grad_dtype: torch.dtype | None = torch.float32,
     mode: int = Say.ORDINARY,
     momentum: bool = False,
-    alive: str = "some",
+    active: str = "some",
     pieces: int = 1,
     finite: bool = True,
     grad_off: int = 0,
@@ -89,7 +89,7 @@ def markov_encode_case(
         "said": guarded(random_words(words, generator)[shift // WORD :]),
         "busy": guarded(torch.full((words - shift // WORD,), 7, dtype=torch.uint8)),
         "spoke": flat_words(count, first_word, generator),
-        "alive": guarded(alive_map(alive, words, generator)),
+        "active": guarded(alive_map(active, words, generator)),
         "packets": guarded(random_bytes(size, generator=generator)),
         "sent_scales": scale_table(runs, generator),
         "sums": empty_sums(runs.shape[0], 3),
@@ -104,13 +104,13 @@ def markov_encode_case(
 
 def markov_difference_case(count: int, *, seed: int, **options: Any) -> dict[str, Any]:
     case = markov_encode_case(count, seed=seed, **options)
-    for of_encoding in ("said", "busy", "spoke", "alive", "packets", "sent_scales", "sums", "mode"):
+    for of_encoding in ("said", "busy", "spoke", "active", "packets", "sent_scales", "sums", "mode"):
         del case[of_encoding]
     return case | {"c": guarded(torch.full_like(case["known"], torch.nan))}
 
 
 def markov_merge_case(
-    count: int, *, workers: int, seed: int, alive: str = "some", pieces: int = 1, shift: int = 0
+    count: int, *, workers: int, seed: int, active: str = "some", pieces: int = 1, shift: int = 0
 ) -> dict[str, Any]:
     """Packets that do not follow each other without a gap."""
     generator, first_word = random(seed), first_word_of(seed)
@@ -125,7 +125,7 @@ def markov_merge_case(
         "rows": rows,
         "mean": guarded(in_flat(moderate(count, generator), first_word)[shift:]),
         "g": guarded(in_flat(moderate(count, generator), first_word)),
-        "alive": guarded(alive_map(alive, first_word + -(-count // WORD), generator)),
+        "active": guarded(alive_map(active, first_word + -(-count // WORD), generator)),
         "answer": guarded(random_bytes(size, generator=generator)),
         "scales": guarded(scales),
         "sums": empty_sums(runs.shape[0], 3),
@@ -170,7 +170,7 @@ def amsgrad_case(
         "g": guarded(in_flat(moderate(count, generator), first_word)) if source != Source.FLOATS else None,
         "packets": packets,
         "scales": scale_table(runs, generator) if source == Source.SIGNS else None,
-        "alive": guarded(alive_map("some", words, generator)) if source == Source.SIGNS else None,
+        "active": guarded(alive_map("some", words, generator)) if source == Source.SIGNS else None,
         "beta1": 0.9,
         "beta2": 0.999,
         "eps": 1e-8,
@@ -419,7 +419,7 @@ def assert_padding_counts_for_nothing(
         if name in ("m", "v", "peak", "known", "mean", "c", "e", "g"):
             own = name in OWN.get(operation, ()) or name == "known"
             argument[end - (other["shift"] if own else 0) :] = 1e30
-        elif name in ("said", "spoke", "alive"):
+        elif name in ("said", "spoke", "active"):
             argument[-1] ^= -1 << run[2] % WORD
         elif name in ("rows", "packets"):
             torch.atleast_2d(argument)[:, run[3] + run[2] // 8 + 1 : run[3] + 8 * words] ^= 255

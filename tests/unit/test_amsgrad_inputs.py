@@ -13,7 +13,7 @@ from torch import nn
 
 import thinwire
 from tests.unit.test_scaled_inputs import GROUP_OPTIONS
-from thinwire.codecs.count_sketch import CountSketch
+from thinwire.compressors.codecs.count_sketch import CountSketch
 from thinwire.kernels.ops import BACKENDS
 
 OPTIMIZERS = (thinwire.CDAdam, thinwire.SketchedAMSGrad)

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from tests.unit.formulas import Array, double, sign_of
 from tests.unit.kernel_cases import ON_CPU, ROOM, allocation, guarded, random
-from thinwire.codecs import AddingCodec, Codec, Projection
-from thinwire.codecs.count_sketch import CountSketch
-from thinwire.codecs.dense import Floats
-from thinwire.codecs.sign import Sign
-from thinwire.codecs.topk import TopK
+from thinwire.compressors.all_reduce import Sum
+from thinwire.compressors.codecs import AddingCodec, Codec, Projection
+from thinwire.compressors.codecs.count_sketch import CountSketch
+from thinwire.compressors.codecs.dense import Floats
+from thinwire.compressors.codecs.sign import Sign
+from thinwire.compressors.codecs.topk import TopK
 from thinwire.kernels.ops import BACKENDS, Kernels
-from thinwire.optimizers._sum import Sum
-from thinwire.wire.topology import Topology
+from thinwire.transport.topology import Topology
 
 LENGTHS = (1, 2, 63, 64, 65, 200, 1000)
 CODECS: dict[str, Callable[[Kernels], Codec]] = {

@@ -19,7 +19,7 @@ from tests.distributed.common import digest
 from tests.saved_states import SavedStates
 from thinwire.optimizers._base import WireOptimizer
 from thinwire.optimizers._elastic import Policy, SavedRun, adopt, read, twin_of
-from thinwire.wire.peers import Peers
+from thinwire.transport.peers import Peers
 
 Shapes = Sequence[tuple[int, ...]]
 Nodes = tuple[tuple[int, ...], ...]
@@ -235,7 +235,7 @@ def test_the_memory_of_a_twin_goes_with_it(
     twin = ranks_of(optimizer, nodes_of(*nodes), 1.0)[0]
     kept = [twin._kept.own, twin._kept.whole, twin._kept.owned, twin._kept.words]
     memory = [weakref.ref(tensor) for tensors in kept for tensor in tensors.values()]
-    memory += [weakref.ref(channel.mail) for channel in twin._channels.values()]
+    memory += [weakref.ref(channel.buffers) for channel in twin._channels.values()]
     gc.disable()
     try:
         del twin, kept

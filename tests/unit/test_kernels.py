@@ -18,6 +18,7 @@ from tests.unit.kernel_cases import (
     SEEDS,
     TAILS,
     WORD,
+    activity_refresh_case,
     alive_map,
     cut,
     each_grad,
@@ -29,7 +30,6 @@ from tests.unit.kernel_cases import (
     hard_gradient,
     random,
     random_bytes,
-    roll_call_case,
     same_everywhere,
 )
 from thinwire.kernels import native
@@ -119,7 +119,7 @@ def test_encode_takes_gradients_at_any_address(elements_off: int) -> None:
     count=COUNTS,
     seed=SEEDS,
     pieces=st.integers(1, 6),
-    alive=st.sampled_from(["all", "some", "none"]),
+    active=st.sampled_from(["all", "some", "none"]),
     finite=st.booleans(),
     grad_off=st.integers(0, 9),
     grad_dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16, None]),
@@ -143,7 +143,7 @@ def adopt_case(
     generator = random(seed)
     size = 32 + 8 * (planes * shard_words + -(-shard_words // period))
     return {
-        "alive": guarded(alive_map("some", first_word + shards * shard_words, generator)),
+        "active": guarded(alive_map("some", first_word + shards * shard_words, generator)),
         "first_word": first_word,
         "shard_words": shard_words,
         "answers": guarded(random_bytes(shards, size, generator=generator)),
@@ -165,19 +165,21 @@ GEOMETRY = {
 
 
 @each_state
-def test_roll_call_over_shard_boundaries(state_dtype: torch.dtype) -> None:
+def test_activity_refresh_over_shard_boundaries(state_dtype: torch.dtype) -> None:
     """Shards that are shorter and longer than the period, and every phase: some shards have nobody to call."""
     for shard_words in (1, 3, 4, 5, 13):
         for phase in range(4):
-            same_everywhere("roll_call", **roll_call_case(shard_words, 3, 7, 4, phase, phase, state_dtype))
-    same_everywhere("roll_call", **roll_call_case(300, 2, 129, 256, 255, 0, state_dtype))
+            same_everywhere(
+                "activity_refresh", **activity_refresh_case(shard_words, 3, 7, 4, phase, phase, state_dtype)
+            )
+    same_everywhere("activity_refresh", **activity_refresh_case(300, 2, 129, 256, 255, 0, state_dtype))
 
 
 @PATIENT
 @given(**GEOMETRY, state_dtype=st.sampled_from([torch.float32, torch.bfloat16]))
-def test_roll_call_whatever_it_is_given(**case: Any) -> None:
+def test_activity_refresh_whatever_it_is_given(**case: Any) -> None:
     case["phase"] %= case["period"]
-    same_everywhere("roll_call", **roll_call_case(**case))
+    same_everywhere("activity_refresh", **activity_refresh_case(**case))
 
 
 @PATIENT
@@ -190,14 +192,14 @@ def test_adopt_whatever_it_is_given(**case: Any) -> None:
 # Votes ---------------------------------------------------------------------------------------------------------------
 
 
-def vote_case(workers: int, words: int, alive: str | None, seed: int, *, signal: bool = True) -> dict[str, Any]:
+def vote_case(workers: int, words: int, active: str | None, seed: int, *, signal: bool = True) -> dict[str, Any]:
     generator = random(seed)
     first_word = seed % 7
-    living = None if alive is None else guarded(alive_map(alive, first_word + words, generator))
+    living = None if active is None else guarded(alive_map(active, first_word + words, generator))
     return {
         "rows": guarded(random_bytes(workers, 32 + 8 * words, generator=generator)),
         "byte": 32,
-        "alive": living,
+        "active": living,
         "first_word": first_word,
         "words": words,
         "answer": guarded(random_bytes(16 + 8 * words, generator=generator)),
@@ -207,14 +209,14 @@ def vote_case(workers: int, words: int, alive: str | None, seed: int, *, signal:
     }
 
 
-def majority_case(workers: int, words: int, alive: str, seed: int, *, signal: bool = True) -> dict[str, Any]:
-    case = vote_case(workers, words, alive, seed, signal=signal)
+def majority_case(workers: int, words: int, active: str, seed: int, *, signal: bool = True) -> dict[str, Any]:
+    case = vote_case(workers, words, active, seed, signal=signal)
     del case["key"]
     return case | {"casting": seed % workers}
 
 
-def count_case(workers: int, words: int, alive: str, seed: int, *, signal: bool = True) -> dict[str, Any]:
-    case = vote_case(workers, words, alive, seed, signal=signal)
+def count_case(workers: int, words: int, active: str, seed: int, *, signal: bool = True) -> dict[str, Any]:
+    case = vote_case(workers, words, active, seed, signal=signal)
     del case["key"]
     planes = workers.bit_length()
     answer = guarded(random_bytes(16 + 8 * words * planes, generator=random(seed)))
@@ -222,17 +224,17 @@ def count_case(workers: int, words: int, alive: str, seed: int, *, signal: bool 
 
 
 @pytest.mark.parametrize("workers", WORKERS)
-@pytest.mark.parametrize("alive", ["all", "some", "none", None], ids=str)
-def test_vote_bit(workers: int, alive: str | None) -> None:
+@pytest.mark.parametrize("active", ["all", "some", "none", None], ids=str)
+def test_vote_bit(workers: int, active: str | None) -> None:
     for words in (1, 2, 63, 64, 65, 130):
-        same_everywhere("vote_bit", **vote_case(workers, words, alive, seed=words))
+        same_everywhere("vote_bit", **vote_case(workers, words, active, seed=words))
 
 
 @pytest.mark.parametrize("workers", WORKERS)
-@pytest.mark.parametrize("alive", ["all", "some", "none"])
-def test_vote_majority(workers: int, alive: str) -> None:
+@pytest.mark.parametrize("active", ["all", "some", "none"])
+def test_vote_majority(workers: int, active: str) -> None:
     for words in (1, 2, 63, 64, 65, 130):
-        same_everywhere("vote_majority", **majority_case(workers, words, alive, seed=words))
+        same_everywhere("vote_majority", **majority_case(workers, words, active, seed=words))
 
 
 @pytest.mark.parametrize("workers", [2, 4, 8])
@@ -247,10 +249,10 @@ def test_everybody_has_the_casting_vote_in_turn(workers: int) -> None:
 
 
 @pytest.mark.parametrize("workers", WORKERS)
-@pytest.mark.parametrize("alive", ["all", "some", "none"])
-def test_vote_count(workers: int, alive: str) -> None:
+@pytest.mark.parametrize("active", ["all", "some", "none"])
+def test_vote_count(workers: int, active: str) -> None:
     for words in (1, 2, 63, 64, 65, 130):
-        same_everywhere("vote_count", **count_case(workers, words, alive, seed=words))
+        same_everywhere("vote_count", **count_case(workers, words, active, seed=words))
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 8, 33])
@@ -264,20 +266,20 @@ def test_the_signal_is_sampled_alike(workers: int) -> None:
 
 @PATIENT
 @given(st.integers(1, 40), st.integers(1, 70), st.sampled_from(["all", "some", "none", None]), SEEDS)
-def test_vote_bit_whatever_it_is_given(workers: int, words: int, alive: str | None, seed: int) -> None:
-    same_everywhere("vote_bit", **vote_case(workers, words, alive, seed))
+def test_vote_bit_whatever_it_is_given(workers: int, words: int, active: str | None, seed: int) -> None:
+    same_everywhere("vote_bit", **vote_case(workers, words, active, seed))
 
 
 @PATIENT
 @given(st.integers(1, 40), st.integers(1, 70), st.sampled_from(["all", "some", "none"]), SEEDS, st.booleans())
-def test_vote_majority_whatever_it_is_given(workers: int, words: int, alive: str, seed: int, signal: bool) -> None:
-    same_everywhere("vote_majority", **majority_case(workers, words, alive, seed, signal=signal))
+def test_vote_majority_whatever_it_is_given(workers: int, words: int, active: str, seed: int, signal: bool) -> None:
+    same_everywhere("vote_majority", **majority_case(workers, words, active, seed, signal=signal))
 
 
 @PATIENT
 @given(st.integers(1, 40), st.integers(1, 70), st.sampled_from(["all", "some", "none"]), SEEDS, st.booleans())
-def test_vote_count_whatever_it_is_given(workers: int, words: int, alive: str, seed: int, signal: bool) -> None:
-    same_everywhere("vote_count", **count_case(workers, words, alive, seed, signal=signal))
+def test_vote_count_whatever_it_is_given(workers: int, words: int, active: str, seed: int, signal: bool) -> None:
+    same_everywhere("vote_count", **count_case(workers, words, active, seed, signal=signal))
 
 
 # Apply ---------------------------------------------------------------------------------------------------------------
@@ -289,7 +291,7 @@ def apply_case(
     seed: int,
     workers: int = 0,
     pieces: int = 1,
-    alive: str = "some",
+    active: str = "some",
     low_dtype: torch.dtype | None = None,
     loaded: bool = False,
     x_off: int = 0,
@@ -313,7 +315,7 @@ def apply_case(
         "runs": runs,
         "x": guarded(x, elements_off=x_off),
         "low": low,
-        "alive": guarded(alive_map(alive, first_word + -(-count // WORD), generator)),
+        "active": guarded(alive_map(active, first_word + -(-count // WORD), generator)),
         "answers": guarded(random_bytes(size, generator=generator)),
         "planes": planes,
         "workers": workers,
@@ -330,10 +332,10 @@ def test_apply_for_every_tail(low_dtype: torch.dtype | None, workers: int) -> No
 
 
 @each_low
-@pytest.mark.parametrize("alive", ["all", "some", "none"])
+@pytest.mark.parametrize("active", ["all", "some", "none"])
 @pytest.mark.parametrize("workers", [0, 5])
-def test_apply_to_masters_whose_parameter_was_loaded(low_dtype: torch.dtype | None, alive: str, workers: int) -> None:
-    case = apply_case(4100, seed=3, alive=alive, workers=workers, pieces=5, low_dtype=low_dtype, loaded=True)
+def test_apply_to_masters_whose_parameter_was_loaded(low_dtype: torch.dtype | None, active: str, workers: int) -> None:
+    case = apply_case(4100, seed=3, active=active, workers=workers, pieces=5, low_dtype=low_dtype, loaded=True)
     for _ in range(3):
         same_everywhere("birder_apply", **case)
 
@@ -354,7 +356,7 @@ def test_apply_to_a_part_of_a_parameter_leaves_the_rest_alone(low_dtype: torch.d
     seed=SEEDS,
     workers=st.one_of(st.just(0), st.integers(1, 300)),
     pieces=st.integers(1, 6),
-    alive=st.sampled_from(["all", "some", "none"]),
+    active=st.sampled_from(["all", "some", "none"]),
     low_dtype=st.sampled_from([None, torch.bfloat16, torch.float16]),
     loaded=st.booleans(),
     x_off=st.integers(0, 9),

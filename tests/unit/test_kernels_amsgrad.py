@@ -108,7 +108,7 @@ def gradient_of(case: dict[str, Any], places: Places) -> Array:
     bits: list[Array] = []
     for _, _, count, byte, _, _ in places.runs:
         bits.append(np.unpackbits(case["packets"].numpy()[byte:], bitorder="little")[:count])
-    living = places.signs(case["alive"]) > 0
+    living = places.signs(case["active"]) > 0
     return g + (2.0 * np.concatenate(bits) - 1.0) * double(case["scales"])[places.shard] * living
 
 
@@ -151,7 +151,7 @@ def test_signs_without_a_step_are_taken_in_all_the_same(backend: str) -> None:
         kernels.amsgrad_apply(**at_once)
         kernels.amsgrad_apply(**(first | step))
         assert torch.equal(allocation(first["g"]), allocation(at_once["g"]))
-        kernels.amsgrad_apply(**(first | {"source": Source.HELD, "packets": None, "scales": None, "alive": None}))
+        kernels.amsgrad_apply(**(first | {"source": Source.HELD, "packets": None, "scales": None, "active": None}))
     for name in ("x", "m", "v", "peak", "g"):
         assert torch.equal(allocation(first[name]), allocation(at_once[name])), name
 

@@ -246,10 +246,10 @@ def test_parameters_are_walked_in_the_order_of_their_memory() -> None:
 
 
 NUMBERS: list[tuple[str, str, int]] = [
-    ("roll_call", "period", 0),
-    ("roll_call", "phase", 7),
-    ("roll_call", "offset", -8),
-    ("roll_call", "first_word", -1),
+    ("activity_refresh", "period", 0),
+    ("activity_refresh", "phase", 7),
+    ("activity_refresh", "offset", -8),
+    ("activity_refresh", "first_word", -1),
     ("adopt", "period", 0),
     ("adopt", "phase", -1),
     ("adopt", "byte", -8),

@@ -111,9 +111,9 @@ EMPTY: dict[str, dict[str, Any]] = {
     "square_sum": {"values": torch.empty(0)},
     "precondition": {"v": torch.empty(0)},
     "crc32c": {"data": torch.empty(0, dtype=torch.uint8)},
-    "roll_call": {"state": torch.empty(0), "packets": torch.empty(0, 48, dtype=torch.uint8), "shards": 0},
+    "activity_refresh": {"state": torch.empty(0), "packets": torch.empty(0, 48, dtype=torch.uint8), "shards": 0},
     "adopt": {
-        "alive": torch.empty(0, dtype=torch.int64),
+        "active": torch.empty(0, dtype=torch.int64),
         "answers": torch.empty(0, 300, dtype=torch.uint8),
         "first_word": 0,
     },

@@ -86,7 +86,7 @@ CASES: dict[str, Any] = {
     "momentum_sum": lambda **of: momentum_sum_case(200, seed=3, **of),
     "markov_encode": lambda **of: markov_encode_case(200, seed=3, **of),
     "markov_encode of a momentum": lambda **of: markov_encode_case(200, seed=3, momentum=True, **of),
-    "markov_encode of a greeting": lambda **of: markov_encode_case(200, seed=3, mode=Say.GREETING, **of),
+    "markov_encode of a greeting": lambda **of: markov_encode_case(200, seed=3, mode=Say.ACTIVATION, **of),
     "markov_difference": lambda **of: markov_difference_case(200, seed=3, **of),
     "markov_difference of a momentum": lambda **of: markov_difference_case(200, seed=3, momentum=True, **of),
 }

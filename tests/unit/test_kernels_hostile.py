@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.unit.kernel_cases import each_backend, guarded, kernels_of, random
 from tests.unit.markov_cases import scratch_for
-from thinwire.codecs.count_sketch import CountSketch
+from thinwire.compressors.codecs.count_sketch import CountSketch
 from thinwire.kernels.ops import BACKENDS
 
 NAN_BITS = [0x7FFFFFFF, -1, 0x7FC00000, 0x7F800001]

@@ -260,14 +260,14 @@ def test_elements_beyond_two_to_the_32_have_draws_of_their_own(backend: str) -> 
     first, count = 2**32 - 192, 320
     size = first + count
     m, b = vast(size, torch.bfloat16), vast(size, torch.bfloat16)
-    alive = vast(size // WORD, torch.int64)
-    alive[first // WORD :] = -1
+    active = vast(size // WORD, torch.int64)
+    active[first // WORD :] = -1
     b[first:] = 1
     packets = torch.zeros(count // 8, dtype=torch.uint8)
     runs = torch.tensor([[first, 0, 128, 0, 0, 0], [first + 128, 128, count - 128, 16, 0, 0]])
     key = oracle.key(1, 0, 2, 3)
     with kernels_of(backend) as kernels:
-        kernels.birder_encode(runs, None, m, b, alive, packets, **RULE, key=key)
+        kernels.birder_encode(runs, None, m, b, active, packets, **RULE, key=key)
     bits = torch.from_numpy(oracle.worker_uniform(1, 2, 3, torch.arange(first, size).numpy()) < 0)
     sent = packets[:, None] >> torch.arange(8) & 1
     assert torch.equal(sent.flatten() == 1, bits)
@@ -278,8 +278,8 @@ def test_elements_beyond_two_to_the_32_have_draws_of_their_own(backend: str) -> 
 @pytest.mark.parametrize("first_word", [2**26 - 70, 2**30 - 140], ids=["across 2**32", "up to 2**36"])
 def test_owners_draw_for_the_largest_model_there_may_be(backend: str, first_word: int) -> None:
     words, workers = 140, 3
-    alive = vast(first_word + words, torch.int64)
-    alive[first_word:] = -1
+    active = vast(first_word + words, torch.int64)
+    active[first_word:] = -1
     elements = torch.arange(first_word * WORD, (first_word + words) * WORD)
     chosen = torch.from_numpy(oracle.drawn_worker(4, 5, workers, elements.numpy()))
     for worker in range(workers):
@@ -290,7 +290,7 @@ def test_owners_draw_for_the_largest_model_there_may_be(backend: str, first_word
             kernels.vote_bit(
                 rows,
                 0,
-                alive,
+                active,
                 first_word=first_word,
                 words=words,
                 answer=answer,

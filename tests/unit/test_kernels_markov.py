@@ -64,15 +64,15 @@ def test_markov_encode_for_every_tail(grad_dtype: torch.dtype | None, momentum: 
 @each_momentum
 @each_grad
 @each_life
-def test_markov_encode_for_many_runs_and_steps(grad_dtype: torch.dtype | None, momentum: bool, alive: str) -> None:
-    """With scales that follow from the sums, and coordinates that have spoken where they were alive."""
-    case = markov_encode_case(3000, seed=4, pieces=7, grad_dtype=grad_dtype, momentum=momentum, alive=alive)
+def test_markov_encode_for_many_runs_and_steps(grad_dtype: torch.dtype | None, momentum: bool, active: str) -> None:
+    """With scales that follow from the sums, and coordinates that have spoken where they were active."""
+    case = markov_encode_case(3000, seed=4, pieces=7, grad_dtype=grad_dtype, momentum=momentum, active=active)
     for step in range(4):
         if grad_dtype is not None:
             case["grad"] = hard_gradient(3000, grad_dtype, random(step))
         same_everywhere("markov_encode", **case)
         case["sent_scales"][1:] = float(case["sums"][0, 0]) / 3000
-        case["spoke"] = case["alive"]
+        case["spoke"] = case["active"]
 
 
 @each_mode
@@ -80,11 +80,11 @@ def test_markov_encode_for_many_runs_and_steps(grad_dtype: torch.dtype | None, m
 @each_life
 @pytest.mark.parametrize("grad_dtype", GRADIENTS, ids=str)
 def test_markov_encode_with_gradients_that_are_not_finite(
-    grad_dtype: torch.dtype, momentum: bool, mode: int, alive: str
+    grad_dtype: torch.dtype, momentum: bool, mode: int, active: str
 ) -> None:
     for count in (65, 4097):
         case = markov_encode_case(
-            count, seed=count, grad_dtype=grad_dtype, momentum=momentum, mode=mode, alive=alive, finite=False
+            count, seed=count, grad_dtype=grad_dtype, momentum=momentum, mode=mode, active=active, finite=False
         )
         assert same_everywhere("markov_encode", **case) is (mode != Say.RECALL)
         assert bool(case["sums"].isfinite().all())
@@ -109,7 +109,7 @@ def test_markov_encode_of_huge_memories(momentum: bool, mode: int) -> None:
     **GRADIENT,
     mode=st.sampled_from([*MODES]),
     momentum=st.booleans(),
-    alive=ALIVE,
+    active=ALIVE,
     beta=BETA,
     weight=WEIGHT,
     shifted=st.booleans(),
@@ -129,7 +129,7 @@ def test_markov_encode_is_the_formula(backend: str, mode: int, momentum: bool, g
     places = Places(case["runs"])
     own = places.element - 2 * WORD
     known, spoke = double(case["known"])[own], bits_of(case["spoke"], places.element)
-    living = bits_of(case["alive"], places.element)
+    living = bits_of(case["active"], places.element)
     message = np.where(bits_of(case["said"], own), 1.0, -1.0) * double(case["sent_scales"])[places.shard] * spoke
     m = double(case["m"])[own] if case["m"] is not None else np.zeros(500)
     g = -0.3 * double(case["grad"])[places.in_param] if case["grad"] is not None else np.zeros(500)
@@ -146,7 +146,7 @@ def test_markov_encode_is_the_formula(backend: str, mode: int, momentum: bool, g
         meant, before = known, np.zeros(500)
     else:
         before = np.float32(known + message).astype(np.float64)
-    remembered = mode == Say.GREETING and case["m"] is None
+    remembered = mode == Say.ACTIVATION and case["m"] is None
     assert_sum(known_new, np.where(living | (not remembered), before, meant))
     change = meant - before
     clear = ~living | (np.abs(change) > 1e-6 * (np.abs(meant) + np.abs(before)) + 1e-30) | (change == 0)
@@ -182,7 +182,7 @@ def test_what_is_said_is_what_is_sent(backend: str, mode: int, momentum: bool) -
 @each_backend
 @each_momentum
 def test_the_sums_have_the_order(backend: str, momentum: bool) -> None:
-    """That of tests/unit/test_kernels_sums.py, and what is not alive counts nothing."""
+    """That of tests/unit/test_kernels_sums.py, and what is not active counts nothing."""
     case = markov_encode_case(1500, seed=3, pieces=5, momentum=momentum, grad_dtype=None, mode=Say.ORDINARY)
     places = Places(case["runs"])
     values = torch.from_numpy(adversarial(1500, 2))
@@ -190,7 +190,7 @@ def test_the_sums_have_the_order(backend: str, momentum: bool) -> None:
     if momentum:
         case["m"].copy_(in_flat(values, 3))
     case["spoke"].zero_()
-    living = bits_of(case["alive"], places.element)
+    living = bits_of(case["active"], places.element)
     with kernels_of(backend) as kernels:
         kernels.markov_encode(**case)
     counted = np.where(living, values.numpy(), np.float32(0.0))
@@ -201,8 +201,8 @@ def test_the_sums_have_the_order(backend: str, momentum: bool) -> None:
 
 @each_backend
 def test_the_sign_of_no_change_is_positive_and_a_zero_is_no_hello(backend: str) -> None:
-    for alive, bit in (("all", True), ("none", False)):
-        case = markov_encode_case(100, seed=0, alive=alive, grad_dtype=torch.float32)
+    for active, bit in (("all", True), ("none", False)):
+        case = markov_encode_case(100, seed=0, active=active, grad_dtype=torch.float32)
         zeros = torch.tensor([0.0, -0.0])
         case["known"].copy_(in_flat(zeros.repeat_interleave(50), 0))
         case["grad"].copy_(zeros.repeat(50))
@@ -217,13 +217,13 @@ def test_the_sign_of_no_change_is_positive_and_a_zero_is_no_hello(backend: str) 
 
 @each_life
 @pytest.mark.parametrize("workers", WORKERS)
-def test_markov_merge_for_every_tail(workers: int, alive: str) -> None:
+def test_markov_merge_for_every_tail(workers: int, active: str) -> None:
     for seed, count in enumerate(TAILS[:-1]):
-        same_everywhere("markov_merge", **markov_merge_case(count, workers=workers, seed=seed, alive=alive))
+        same_everywhere("markov_merge", **markov_merge_case(count, workers=workers, seed=seed, active=active))
 
 
 @PATIENT
-@given(**RUNS, workers=st.integers(1, 40), alive=ALIVE, shifted=st.booleans())
+@given(**RUNS, workers=st.integers(1, 40), active=ALIVE, shifted=st.booleans())
 def test_markov_merge_whatever_it_is_given(seed: int, shifted: bool, **case: Any) -> None:
     same_everywhere("markov_merge", **markov_merge_case(seed=seed, shift=shifted * (seed % 5) * WORD, **case))
 
@@ -231,10 +231,10 @@ def test_markov_merge_whatever_it_is_given(seed: int, shifted: bool, **case: Any
 @each_backend
 @each_life
 @pytest.mark.parametrize("workers", [1, 2, 3, 7])
-def test_markov_merge_is_the_formula(backend: str, workers: int, alive: str) -> None:
-    case = markov_merge_case(500, workers=workers, seed=3, pieces=4, alive=alive, shift=2 * WORD)
+def test_markov_merge_is_the_formula(backend: str, workers: int, active: str) -> None:
+    case = markov_merge_case(500, workers=workers, seed=3, pieces=4, active=active, shift=2 * WORD)
     places = Places(case["runs"])
-    own, living = places.element - 2 * WORD, bits_of(case["alive"], places.element)
+    own, living = places.element - 2 * WORD, bits_of(case["active"], places.element)
     old, g = double(case["mean"])[own], double(case["g"])[places.element]
     for row in range(workers):  # the kernel need not care for the padding of what it gets
         for _, _, count, byte, _, _ in places.runs:
@@ -288,7 +288,7 @@ def test_the_difference_is_what_the_signs_are_of(backend: str, momentum: bool, g
     """With bad gradients too; in a step in which nothing had been said that `known` does not have."""
     options: dict[str, Any] = {"seed": 3, "pieces": 4, "grad_dtype": grad_dtype, "momentum": momentum}
     options |= {"shift": 2 * WORD, "scale": -0.3, "finite": False}
-    case, other = markov_encode_case(500, alive="all", **options), markov_difference_case(500, **options)
+    case, other = markov_encode_case(500, active="all", **options), markov_difference_case(500, **options)
     case["spoke"].zero_()
     places = Places(case["runs"])
     with kernels_of(backend) as kernels:

@@ -22,7 +22,7 @@ from thinwire.kernels.modes import Say
 @each_momentum
 def test_messages_add_up_to_what_is_known(backend: str, momentum: bool) -> None:
     """Whoever hears all messages knows what the worker believes to be known, to the bit."""
-    case = markov_encode_case(300, seed=0, momentum=momentum, alive="all", scale=1.0)
+    case = markov_encode_case(300, seed=0, momentum=momentum, active="all", scale=1.0)
     heard, silence = torch.zeros(300), torch.zeros_like(case["spoke"])
     case["known"].copy_(in_flat(torch.zeros(300), 0))
     case["spoke"] = silence
@@ -35,13 +35,13 @@ def test_messages_add_up_to_what_is_known(backend: str, momentum: bool) -> None:
         scale = torch.tensor(float(case["sums"][0, 0] / case["sums"][0, 2]), dtype=torch.float32)
         case["sent_scales"][1] = scale
         heard = heard + torch.where(torch.from_numpy(places.bits(case["packets"])), scale, -scale)
-        case["spoke"] = case["alive"]
+        case["spoke"] = case["active"]
 
 
 @each_backend
 def test_each_message_brings_what_is_known_nearer(backend: str) -> None:
     """With the mean magnitude as the scale, a message takes n s^2 off the square of the distance."""
-    case = markov_encode_case(500, seed=2, alive="all", scale=1.0)
+    case = markov_encode_case(500, seed=2, active="all", scale=1.0)
     first, n = 2 * WORD, 500
     case["known"].copy_(in_flat(torch.zeros(n), 2))
     case["grad"] = torch.randn(n, generator=random(1)) ** 3
@@ -58,7 +58,7 @@ def test_each_message_brings_what_is_known_nearer(backend: str) -> None:
         assert squares == pytest.approx(float((distance**2).sum()), rel=1e-4)
         scale = magnitudes / n
         case["sent_scales"][1] = scale
-        case["spoke"] = case["alive"]
+        case["spoke"] = case["active"]
         left = squares - n * scale**2
     assert left < 0.2 * beginning
 
@@ -66,7 +66,7 @@ def test_each_message_brings_what_is_known_nearer(backend: str) -> None:
 @each_backend
 @each_momentum
 def test_a_greeting_and_what_follows_are_an_ordinary_message(backend: str, momentum: bool) -> None:
-    """A worker that learns only from the hellos who is alive says then what one says who knew it before.
+    """A worker that learns only from the hellos who is active says then what one says who knew it before.
 
     Without a momentum the gradient is recalled, with one it is already in it. Coordinates that stay dead forget.
     """
@@ -75,17 +75,17 @@ def test_a_greeting_and_what_follows_are_an_ordinary_message(backend: str, momen
     greeting, direct = markov_encode_case(count, **options), markov_encode_case(count, **options)
     places = Places(direct["runs"])
     own = places.element - 2 * WORD
-    awake = guarded(random_words(direct["alive"].numel(), random(9)))
+    awake = guarded(random_words(direct["active"].numel(), random(9)))
     for case in (greeting, direct):
         case["known"].copy_(in_flat(torch.zeros(count), 3)[2 * WORD :])
         case["spoke"].zero_()
     with kernels_of(backend) as kernels:
-        kernels.markov_encode(**(direct | {"alive": awake}))
-        kernels.markov_encode(**(greeting | {"alive": torch.zeros_like(awake), "mode": Say.GREETING}))
+        kernels.markov_encode(**(direct | {"active": awake}))
+        kernels.markov_encode(**(greeting | {"active": torch.zeros_like(awake), "mode": Say.ACTIVATION}))
         meant = double(greeting["m" if momentum else "known"])[own]
         np.testing.assert_array_equal(places.bits(greeting["packets"]), meant != 0)
         assert not greeting["sums"].any()
-        again = {"alive": awake, "grad": None, "mode": Say.ORDINARY if momentum else Say.RECALL}
+        again = {"active": awake, "grad": None, "mode": Say.ORDINARY if momentum else Say.RECALL}
         kernels.markov_encode(**(greeting | again))
     for name in ("packets", "said", "known", "m"):
         if direct[name] is not None:
@@ -109,30 +109,32 @@ BAD = [
 
 
 def encoded(
-    backend: str, gradient: Tensor | None, *, mode: int, momentum: bool, alive: str
+    backend: str, gradient: Tensor | None, *, mode: int, momentum: bool, active: str
 ) -> tuple[bool | None, dict[str, Any]]:
-    case = markov_encode_case(200, seed=2, pieces=3, mode=mode, momentum=momentum, alive=alive, scale=1.0)
+    case = markov_encode_case(200, seed=2, pieces=3, mode=mode, momentum=momentum, active=active, scale=1.0)
     with kernels_of(backend) as kernels:
         return kernels.markov_encode(**(case | {"grad": gradient})), case
 
 
 @each_backend
 @each_life
-@pytest.mark.parametrize("mode", [Say.ORDINARY, Say.GREETING], ids=["ordinary", "greeting"])
+@pytest.mark.parametrize("mode", [Say.ORDINARY, Say.ACTIVATION], ids=["ordinary", "greeting"])
 @pytest.mark.parametrize("grad_dtype", GRADIENTS, ids=str)
-def test_a_bad_gradient_says_what_was_said_before(backend: str, mode: int, grad_dtype: torch.dtype, alive: str) -> None:
+def test_a_bad_gradient_says_what_was_said_before(
+    backend: str, mode: int, grad_dtype: torch.dtype, active: str
+) -> None:
     """As if the gradient were what is known already; the other elements are what they are without it."""
     gradient = torch.randn(200, generator=random(1)).to(grad_dtype)
-    good, ordinary = encoded(backend, gradient, mode=Say.ORDINARY, momentum=False, alive=alive)
+    good, ordinary = encoded(backend, gradient, mode=Say.ORDINARY, momentum=False, active=active)
     assert good is False
     before = ordinary["known"][Places(ordinary["runs"]).element]
     for where, bad in BAD:
         repeated = gradient.float()
         repeated[where] = before[where]
-        _, expected = encoded(backend, repeated, mode=mode, momentum=False, alive=alive)
+        _, expected = encoded(backend, repeated, mode=mode, momentum=False, active=active)
         with_it = gradient.clone()
         with_it[where] = bad
-        found, case = encoded(backend, with_it, mode=mode, momentum=False, alive=alive)
+        found, case = encoded(backend, with_it, mode=mode, momentum=False, active=active)
         assert found is True
         for name in ("known", "said", "packets", "sums"):
             assert torch.equal(allocation(case[name]), allocation(expected[name])), name
@@ -141,21 +143,21 @@ def test_a_bad_gradient_says_what_was_said_before(backend: str, mode: int, grad_
 
 @each_backend
 @each_life
-@pytest.mark.parametrize("mode", [Say.ORDINARY, Say.GREETING], ids=["ordinary", "greeting"])
+@pytest.mark.parametrize("mode", [Say.ORDINARY, Say.ACTIVATION], ids=["ordinary", "greeting"])
 @pytest.mark.parametrize("grad_dtype", GRADIENTS, ids=str)
 def test_a_momentum_keeps_its_value_when_the_gradient_is_bad(
-    backend: str, mode: int, grad_dtype: torch.dtype, alive: str
+    backend: str, mode: int, grad_dtype: torch.dtype, active: str
 ) -> None:
     gradient = torch.randn(200, generator=random(1)).to(grad_dtype)
-    good, expected = encoded(backend, gradient, mode=mode, momentum=True, alive=alive)
-    _, without = encoded(backend, None, mode=mode, momentum=True, alive=alive)
+    good, expected = encoded(backend, gradient, mode=mode, momentum=True, active=active)
+    _, without = encoded(backend, None, mode=mode, momentum=True, active=active)
     assert good is False
     places = Places(expected["runs"])
     for where, bad in BAD:
         here = np.arange(200) == where
         with_it = gradient.clone()
         with_it[where] = bad
-        found, case = encoded(backend, with_it, mode=mode, momentum=True, alive=alive)
+        found, case = encoded(backend, with_it, mode=mode, momentum=True, active=active)
         assert found is True
         for name in ("m", "known"):
             mixed = np.where(here, double(without[name])[places.element], double(expected[name])[places.element])
@@ -167,13 +169,13 @@ def test_a_momentum_keeps_its_value_when_the_gradient_is_bad(
 
 @each_backend
 @each_momentum
-@pytest.mark.parametrize("alive", ["all", "none"])
-def test_a_change_stays_below_two_to_the_60(backend: str, momentum: bool, alive: str) -> None:
+@pytest.mark.parametrize("active", ["all", "none"])
+def test_a_change_stays_below_two_to_the_60(backend: str, momentum: bool, active: str) -> None:
     below = torch.nextafter(torch.tensor(2.0**60), torch.tensor(0.0))
     for sign in (1.0, -1.0):
         for value, bad in ((below, False), (torch.tensor(2.0**60), True)):
             options: dict[str, Any] = {"seed": 0, "momentum": momentum, "beta": 0.0, "weight": 1.0}
-            case = markov_encode_case(WORD, alive=alive, **options)
+            case = markov_encode_case(WORD, active=active, **options)
             for name in ("grad", "known", "spoke", "m"):
                 if case[name] is not None:
                     case[name].zero_()
@@ -187,7 +189,7 @@ def test_a_change_stays_below_two_to_the_60(backend: str, momentum: bool, alive:
             assert float(other["c"][7]) == taken_in
             if momentum:
                 assert float(case["m"][7]) == taken_in
-            if alive == "all":
+            if active == "all":
                 assert case["sums"][0].tolist() == [abs(taken_in), float((other["c"][7] ** 2).double()), WORD]
             bit = int(case["said"][0]) >> 7 & 1
-            assert bit == (taken_in >= 0 if alive == "all" else taken_in != 0)
+            assert bit == (taken_in >= 0 if active == "all" else taken_in != 0)

@@ -106,8 +106,8 @@ class Coordinate:
             return None
         return max(-1.0, min(1.0, f32(self.m / f32(f32(self.b + f32(eps)) * f32(level)))))
 
-    def bit(self, element: int, *, alive: bool, eps: float, level: float, amsgrad: bool, key: int) -> int:
-        if not alive:
+    def bit(self, element: int, *, active: bool, eps: float, level: float, amsgrad: bool, key: int) -> int:
+        if not active:
             return int((abs(self.m) if amsgrad else self.b) > f32(eps))
         return int(self.m > f32(uniform(key, element) * f32(f32(self.b + f32(eps)) * f32(level))))
 
@@ -161,8 +161,8 @@ def test_encode(backend: str, amsgrad: bool, state_dtype: torch.dtype, other: di
     settings = {"beta": 0.7, "eps": 1e-3, "scale": -0.3, "amsgrad": amsgrad, **other}
     beta_b, level = other.get("beta_b", 0.7), other.get("level", 1.0)
     m, b = torch.zeros(first + 2 * WORD, dtype=state_dtype), torch.zeros(first + 2 * WORD, dtype=state_dtype)
-    alive = random_words(5, random(0))
-    alive[4] &= (1 << count - WORD) - 1
+    active = random_words(5, random(0))
+    active[4] &= (1 << count - WORD) - 1
     packets = torch.zeros(64, dtype=torch.uint8)
     model = [Coordinate(0.0, 0.0) for _ in range(count)]
     for step in range(3):
@@ -170,7 +170,7 @@ def test_encode(backend: str, amsgrad: bool, state_dtype: torch.dtype, other: di
         gradient[step] = [float("nan"), float("inf"), 1.0][step]
         grad = None if step == 1 else gradient
         with kernels_of(backend) as kernels:
-            nonfinite = kernels.birder_encode(runs, grad, m, b, alive, packets, **settings, key=step)
+            nonfinite = kernels.birder_encode(runs, grad, m, b, active, packets, **settings, key=step)
         bad = False
         if grad is not None:
             for coordinate, g in zip(model, grad.tolist(), strict=True):
@@ -182,8 +182,8 @@ def test_encode(backend: str, amsgrad: bool, state_dtype: torch.dtype, other: di
         words = packets.view(torch.int64).tolist()
         sent = [words[6], words[2]]
         for i, coordinate in enumerate(model):
-            living = bool(bit_of(alive.tolist(), first + i))
-            bit = coordinate.bit(first + i, alive=living, eps=1e-3, level=level, amsgrad=amsgrad, key=step)
+            living = bool(bit_of(active.tolist(), first + i))
+            bit = coordinate.bit(first + i, active=living, eps=1e-3, level=level, amsgrad=amsgrad, key=step)
             assert bit_of(sent, i) == bit, i
         assert sent[1] >> count - WORD == 0  # the padding says nothing
 
@@ -244,14 +244,14 @@ def test_mean(backend: str, ranks: int, dtype: torch.dtype) -> None:
 def test_votes(backend: str, workers: int) -> None:
     first_word, words, key = 2, 3, 2**63 + 11
     rows = random_bytes(workers, 8 + 8 * words, generator=random(workers))
-    alive = random_words(first_word + words, random(0))
+    active = random_words(first_word + words, random(0))
     planes = workers.bit_length()
     drawn, counted = torch.zeros(8 * words, dtype=torch.uint8), torch.zeros(8 * words * planes, dtype=torch.uint8)
     drawn_signal, counted_signal = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
     place = {"first_word": first_word, "words": words, "answer_byte": 0}
     with kernels_of(backend) as kernels:
-        kernels.vote_bit(rows, 8, alive, **place, answer=drawn, key=key, signal=drawn_signal)
-        kernels.vote_count(rows, 8, alive, **place, planes=planes, answer=counted, signal=counted_signal)
+        kernels.vote_bit(rows, 8, active, **place, answer=drawn, key=key, signal=drawn_signal)
+        kernels.vote_count(rows, 8, active, **place, planes=planes, answer=counted, signal=counted_signal)
     votes = [row[8:].clone().view(torch.int64).tolist() for row in rows]
     total = living = 0
     for i in range(WORD * words):
@@ -260,7 +260,7 @@ def test_votes(backend: str, workers: int) -> None:
         count = [bit_of(counted.view(torch.int64).tolist()[words * p : words * (p + 1)], i) for p in range(planes)]
         assert sum(bit << p for p, bit in enumerate(count)) == sum(of_workers)
         answer = bit_of(drawn.view(torch.int64).tolist(), i)
-        if bit_of(alive.tolist(), element):
+        if bit_of(active.tolist(), element):
             assert answer == of_workers[drawn_worker(key, element, workers)]
             total += abs(2 * sum(of_workers) - workers)
             living += 1
@@ -275,17 +275,17 @@ def test_majorities(backend: str, workers: int) -> None:
     """Straight from the page: more than half, fewer than half, and in a tie the worker who has the casting vote."""
     first_word, words = 2, 3
     rows = random_bytes(workers, 8 + 8 * words, generator=random(workers))
-    alive = random_words(first_word + words, random(0))
+    active = random_words(first_word + words, random(0))
     place = {"first_word": first_word, "words": words, "answer_byte": 0}
     votes = np.stack([np.unpackbits(row[8:].numpy(), bitorder="little") for row in rows]).astype(np.int64)
-    lives = np.unpackbits(alive[first_word:].numpy().view(np.uint8), bitorder="little") == 1
+    lives = np.unpackbits(active[first_word:].numpy().view(np.uint8), bitorder="little") == 1
     count = votes.sum(0)
     ties = lives & (2 * count == workers)
     assert ties.any() == (workers % 2 == 0)
     for casting in range(workers):
         answer, signal = torch.zeros(8 * words, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64)
         with kernels_of(backend) as kernels:
-            kernels.vote_majority(rows, 8, alive, **place, answer=answer, casting=casting, signal=signal)
+            kernels.vote_majority(rows, 8, active, **place, answer=answer, casting=casting, signal=signal)
         answered = np.unpackbits(answer.numpy(), bitorder="little")
         np.testing.assert_array_equal(answered[lives & (2 * count > workers)], 1)
         np.testing.assert_array_equal(answered[lives & (2 * count < workers)], 0)
@@ -323,15 +323,15 @@ def test_apply(backend: str, workers: int) -> None:
     planes = max(1, workers.bit_length())
     plane_bytes = 24
     answers = random_bytes(8 + planes * plane_bytes, generator=random(1))
-    alive = random_words(3, random(2))
+    active = random_words(3, random(2))
     x = torch.randn(count, generator=random(3))
     before = x.tolist()
     with kernels_of(backend) as kernels:
         runs = torch.tensor([[first, 0, count, 8, plane_bytes, 0]])
-        kernels.birder_apply(runs, x, None, alive, answers, planes=planes, workers=workers, lr=lr, decay=decay)
+        kernels.birder_apply(runs, x, None, active, answers, planes=planes, workers=workers, lr=lr, decay=decay)
     words = answers.view(torch.int64).tolist()[1:]
     for i, (old, new) in enumerate(zip(before, x.tolist(), strict=True)):
-        if not bit_of(alive.tolist(), first + i):
+        if not bit_of(active.tolist(), first + i):
             assert new == old
             continue
         votes = sum(bit_of(words[3 * p :], i) << p for p in range(planes))
@@ -356,19 +356,19 @@ def test_dense_apply(backend: str) -> None:
 
 
 @each_backend
-def test_roll_call_and_adopt(backend: str) -> None:
+def test_activity_refresh_and_adopt(backend: str) -> None:
     """Two shards of five words from word 3 on, every third word called: 4, 7 | 10."""
     first_word, shard_words, period, phase, planes = 3, 5, 3, 1, 2
     called = [[4, 7], [10]]
     state = torch.rand(13 * WORD, generator=random(0)) * torch.randint(0, 2, (13 * WORD,), generator=random(1))
     packets = torch.full((2, 40), 0x5A, dtype=torch.uint8)
     answers = random_bytes(2, 8 + 8 * (planes * shard_words + 2), generator=random(2))
-    alive = random_words(13, random(3))
-    before = alive.tolist()
+    active = random_words(13, random(3))
+    before = active.tolist()
     where = {"first_word": first_word, "shard_words": shard_words, "period": period, "phase": phase}
     with kernels_of(backend) as kernels:
-        kernels.roll_call(state, **where, shards=2, eps=0.25, packets=packets, offset=16)
-        kernels.adopt(alive, **where, answers=answers, byte=8, planes=planes)
+        kernels.activity_refresh(state, **where, shards=2, eps=0.25, packets=packets, offset=16)
+        kernels.adopt(active, **where, answers=answers, byte=8, planes=planes)
     untouched = 0x5A5A5A5A5A5A5A5A
     for shard, words in enumerate(called):
         report = packets[shard].view(torch.int64).tolist()
@@ -380,11 +380,11 @@ def test_roll_call_and_adopt(backend: str) -> None:
     for word in range(13):
         shard, place = divmod(word - first_word, shard_words)
         if not 0 <= shard < 2:
-            assert alive[word] == before[word]
+            assert active[word] == before[word]
             continue
         answer = answers[shard].view(torch.int64).tolist()[1:]
         hello = answer[place] | answer[shard_words + place]
         if word in called[shard]:
-            assert alive[word] == answer[planes * shard_words + called[shard].index(word)]
+            assert active[word] == answer[planes * shard_words + called[shard].index(word)]
         else:
-            assert alive[word] == before[word] | hello
+            assert active[word] == before[word] | hello

@@ -19,6 +19,7 @@ from tests.unit.kernel_cases import (
     SEEDS,
     TAILS,
     WORD,
+    activity_refresh_case,
     allocation,
     cut,
     each_backend,
@@ -32,7 +33,6 @@ from tests.unit.kernel_cases import (
     kernels_of,
     random,
     random_bytes,
-    roll_call_case,
     same_everywhere,
 )
 
@@ -41,7 +41,7 @@ each_row = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids
 
 def direction_case(count: int, *, seed: int, pieces: int = 1, **options: Any) -> dict[str, Any]:
     case = encode_case(count, seed=seed, pieces=pieces, **options)
-    del case["alive"], case["key"]
+    del case["active"], case["key"]
     case["runs"], size = cut(count, pieces, first_word=seed % 5, planes=FLOAT_PLANES)
     return case | {"packets": guarded(random_bytes(size, generator=random(seed)))}
 
@@ -71,7 +71,7 @@ def dense_case(
 ) -> dict[str, Any]:
     """As `apply_case` of test_kernels, but the answer has a float an element, and NaN for those that rest."""
     case = flat.apply_case(count, seed=seed, low_dtype=low_dtype, loaded=loaded, x_off=x_off, lr=lr, decay=decay)
-    for of_bits in ("alive", "planes", "workers"):
+    for of_bits in ("active", "planes", "workers"):
         del case[of_bits]
     generator = random(seed)
     case["runs"], size = cut(count, pieces, first_word=seed % 5, planes=FLOAT_PLANES)
@@ -175,12 +175,12 @@ def test_a_shifted_state_gives_what_the_whole_one_does(backend: str, state_dtype
 
 @each_backend
 @each_state
-def test_a_shifted_roll_call_is_that_of_the_whole_state(backend: str, state_dtype: torch.dtype) -> None:
+def test_a_shifted_activity_refresh_is_that_of_the_whole_state(backend: str, state_dtype: torch.dtype) -> None:
     where = (13, 3, 40, 4, 3, 0, state_dtype)
-    whole, shifted = roll_call_case(*where), roll_call_case(*where, shift=40 * WORD)
+    whole, shifted = activity_refresh_case(*where), activity_refresh_case(*where, shift=40 * WORD)
     with kernels_of(backend) as kernels:
-        kernels.roll_call(**whole)
-        kernels.roll_call(**shifted)
+        kernels.activity_refresh(**whole)
+        kernels.activity_refresh(**shifted)
     assert torch.equal(allocation(shifted["packets"]), allocation(whole["packets"]))
 
 
@@ -194,7 +194,9 @@ def test_shifted_states_whatever_they_are(
     options |= {"seed": seed, "state_dtype": state_dtype, "shift": seed % 5 * WORD}
     same_everywhere("birder_encode", **encode_case(count, **options))
     same_everywhere("birder_direction", **direction_case(count, **options))
-    same_everywhere("roll_call", **roll_call_case(9, 2, seed % 50, 4, seed % 4, seed, state_dtype, seed % 50 * WORD))
+    same_everywhere(
+        "activity_refresh", **activity_refresh_case(9, 2, seed % 50, 4, seed % 4, seed, state_dtype, seed % 50 * WORD)
+    )
 
 
 # Mean ----------------------------------------------------------------------------------------------------------------

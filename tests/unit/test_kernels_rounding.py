@@ -45,7 +45,7 @@ def tricky_floats(dtype: torch.dtype) -> Tensor:
     return every[~every.isnan()]
 
 
-def apply_without_moving(backend: str, x: Tensor, low: Tensor, *, alive: bool) -> None:
+def apply_without_moving(backend: str, x: Tensor, low: Tensor, *, active: bool) -> None:
     """A step with lr = 0 and no decay: all that is left of it is the care for masters."""
     words = -(-x.numel() // 64)
     with kernels_of(backend) as kernels:
@@ -53,7 +53,7 @@ def apply_without_moving(backend: str, x: Tensor, low: Tensor, *, alive: bool) -
             torch.tensor([[0, 0, x.numel(), 0, 0, 0]]),
             x,
             low,
-            torch.full((words,), -1 if alive else 0),
+            torch.full((words,), -1 if active else 0),
             torch.zeros(8 * words, dtype=torch.uint8),
             planes=1,
             workers=0,
@@ -88,7 +88,7 @@ def test_a_master_that_rounds_to_its_parameter_stays(backend: str, low_dtype: to
     x = tricky_floats(low_dtype)
     low = x.to(low_dtype)
     x_before, low_before = x.clone(), low.clone()
-    apply_without_moving(backend, x, low, alive=False)
+    apply_without_moving(backend, x, low, active=False)
     assert same_bits(x, x_before)
     assert same_bits(low, low_before)
 
@@ -100,7 +100,7 @@ def test_masters_of_living_coordinates_are_rounded_as_torch_rounds(backend: str,
     x = x[x != 0]  # adding the move of -0 turns a zero of one sign into the other
     low = x.to(low_dtype)
     x_before = x.clone()
-    apply_without_moving(backend, x, low, alive=True)
+    apply_without_moving(backend, x, low, active=True)
     assert same_bits(x, x_before)
     assert same_bits(low, x_before.to(low_dtype))
 
@@ -112,7 +112,7 @@ def test_a_loaded_parameter_replaces_its_master(backend: str, low_dtype: torch.d
     low = all_halves(low_dtype)
     elsewhere = torch.where(low.float() == 1000.0, -1000.0, 1000.0)
     x, loaded = elsewhere.clone(), low.clone()
-    apply_without_moving(backend, x, loaded, alive=False)
+    apply_without_moving(backend, x, loaded, active=False)
     number = ~low.isnan()
     assert same_bits(x[number], low.float()[number])
     assert same_bits(loaded[number], low[number])
@@ -126,7 +126,7 @@ def test_masters_that_are_not_numbers_stay_so(backend: str) -> None:
     for low_dtype in (torch.bfloat16, torch.float16):
         x = fp32_from_bits(torch.tensor([0x7F800001, 0x7FC00000, -1, -8388607, 0x7FFFFFFF]))
         low = x.to(low_dtype)
-        apply_without_moving(backend, x, low, alive=True)
+        apply_without_moving(backend, x, low, active=True)
         assert bool(x.isnan().all())
         assert bool(low.isnan().all())
 

@@ -16,13 +16,13 @@ from tests.unit import test_kernels_node as node
 from tests.unit.kernel_cases import (
     REFERENCE,
     WORD,
+    activity_refresh_case,
     allocation,
     crc_case,
     encode_case,
     guarded,
     random,
     random_bytes,
-    roll_call_case,
     same_everywhere,
     twin,
 )
@@ -45,7 +45,7 @@ SMALL_CASES: dict[str, dict[str, Any]] = {
     "birder_encode": encode_case(100, seed=0, grad_dtype=torch.float32, state_dtype=torch.float32),
     "birder_direction": node.direction_case(100, seed=0, grad_dtype=torch.float32, state_dtype=torch.float32),
     "mean": node.mean_case(2, 100, seed=0, dtype=torch.float32),
-    "roll_call": roll_call_case(3, 2, 1, 2, 1, 0, torch.float32),
+    "activity_refresh": activity_refresh_case(3, 2, 1, 2, 1, 0, torch.float32),
     "vote_bit": flat.vote_case(3, 4, "some", seed=0),
     "vote_majority": flat.majority_case(4, 4, "some", seed=0),
     "vote_count": flat.count_case(3, 4, "some", seed=0),

@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 
-from thinwire.wire.lane import Failure, Lane
+from thinwire.transport.lane import Failure, Lane
 
 either_kind = pytest.mark.parametrize("threaded", [True, False], ids=["threaded", "unthreaded"])
 SOON = 30.0

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinwire.wire.buckets import MAX_ELEMENTS, WORD, Layout, is_dense
-from thinwire.wire.mail import Mail, Payload
-from thinwire.wire.packet import HEADER_BYTES
-from thinwire.wire.topology import Topology
+from thinwire.transport.buffers import PacketBuffers, Payload
+from thinwire.transport.layout import MAX_ELEMENTS, WORD, Layout, is_dense
+from thinwire.transport.packet import HEADER_BYTES
+from thinwire.transport.topology import Topology
 
 NUMELS = st.lists(st.one_of(st.integers(0, 3), st.integers(0, 200), st.integers(0, 5000)), max_size=12)
 WORLD_SIZE = st.integers(1, 9)
@@ -95,10 +95,10 @@ def test_runs_address_every_word_of_the_packets_once(
 ) -> None:
     layout = Layout(numels, world_size, bucket)
     payload = Payload(up_words=lambda words: words + 1, down_words=lambda words: planes * words + 1)
-    mail = Mail(layout, payload, alone=False)
+    buffers = PacketBuffers(layout, payload, alone=False)
     taken_up: set[int] = set()
     taken_down: set[int] = set()
-    for slot, parts in zip(layout.slots, mail.parts, strict=True):
+    for slot, parts in zip(layout.slots, buffers.parts, strict=True):
         pieces = list(layout.pieces(slot))
         up = [(part.frame, run) for part in parts for run in part.up_runs.tolist()]
         down = [(part.frame, run) for part in parts for run in part.down_runs.tolist()]
@@ -110,9 +110,9 @@ def test_runs_address_every_word_of_the_packets_once(
             take(run, 1, packet + HEADER_BYTES, packet + frame.up_presence, taken_up)
             packet = frame.answers_at + piece.shard * frame.answers.shape[1]
             take(answer, planes, packet + HEADER_BYTES, packet + frame.down_presence, taken_down)
-    assert max(taken_up, default=-8) + 8 <= mail.sent.numel()
-    assert max(taken_down, default=-8) + 8 <= mail.answers.numel()
-    assert sum(map(len, mail.contents)) == sum(map(len, mail.parts))
+    assert max(taken_up, default=-8) + 8 <= buffers.sent.numel()
+    assert max(taken_down, default=-8) + 8 <= buffers.answers.numel()
+    assert sum(map(len, buffers.contents)) == sum(map(len, buffers.parts))
 
 
 def take(run: list[int], planes: int, start: int, stop: int, taken: set[int]) -> None:
@@ -132,13 +132,13 @@ def test_presence_bits_come_back_as_they_were_written(
     numels: list[int], world_size: int, bucket: int, data: st.DataObject
 ) -> None:
     layout = Layout(numels, world_size, bucket)
-    mail = Mail(layout, Payload(up_words=lambda words: words, down_words=lambda words: words), alone=False)
-    for frame in mail.frames:
+    buffers = PacketBuffers(layout, Payload(up_words=lambda words: words, down_words=lambda words: words), alone=False)
+    for frame in buffers.frames:
         bits = data.draw(st.integers(0, 2 ** len(frame.bucket.slots) - 1))
-        mail.write_presence(frame, bits)
+        buffers.write_presence(frame, bits)
         frame.answers[:] = frame.sent  # here a packet up is as long as one down
-        assert mail.read_presence(frame) == bits
-        assert not mail.sent_memory[frame.sent_at : frame.sent_at + HEADER_BYTES].tobytes().strip(b"\0")
+        assert buffers.read_presence(frame) == bits
+        assert not buffers.sent_memory[frame.sent_at : frame.sent_at + HEADER_BYTES].tobytes().strip(b"\0")
 
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)

@@ -1,7 +1,7 @@
-"""Markov compression as a scheme: workers and owners of one process, who exchange packets by copying them.
+"""Markov compression as a compressor: workers and owners of one process, who exchange packets by copying them.
 
-The kernels have tests of their own, and so have the codecs. Here it is that the fused scheme says what the general one
-says, to the bit, and what lies between exchanges: greetings, hellos, and the map of who lives.
+The kernels have tests of their own, and so have the codecs. Here the fused compressor sends what the general one sends,
+to the bit. Also tested: what lies between exchanges, such as activation rounds and the activation map.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from torch import Tensor
 
 from tests.unit.formulas import Array, sign_of
 from tests.unit.kernel_cases import ON_CPU
-from thinwire.codecs.sign import Sign
-from thinwire.codecs.topk import TopK
+from thinwire.compressors.codecs.sign import Sign
+from thinwire.compressors.codecs.topk import TopK
+from thinwire.compressors.markov import Markov, MarkovSign
 from thinwire.kernels.ops import BACKENDS, Kernels
-from thinwire.schemes.markov import Markov, MarkovSign
-from thinwire.wire.buckets import Layout
-from thinwire.wire.mail import Frame, Mail
-from thinwire.wire.packet import HEADER_BYTES
+from thinwire.transport.buffers import Frame, PacketBuffers
+from thinwire.transport.layout import Layout
+from thinwire.transport.packet import HEADER_BYTES
 
 FULL_WORDS = [128, 256, 64, 320]
-"""12 words, which all grids below cut into shards without padding: the general scheme counts that in its scales."""
+"""12 words, which all grids below cut into shards without padding: the general compressor counts that in its scales."""
 PADDED = [130, 0, 1, 700, 65]
 BUCKET = 400
 BETA = 0.75
@@ -36,13 +36,13 @@ Make = Callable[[Layout, int], Markov | MarkovSign]
 
 
 class Rank:
-    """A scheme and its packets; `node` is its worker, `own` its slice."""
+    """A compressor and its packets; `node` is its worker, `own` its slice."""
 
     def __init__(self, layout: Layout, node: int, own: int, make: Make, momentum: bool) -> None:
         self.layout, self.node, self.own = layout, node, own
-        self.scheme = make(layout, node)
-        self.mail = Mail(layout, self.scheme.payload, alone=layout.workers == 1)
-        self.scheme.learn(self.mail)
+        self.compressor = make(layout, node)
+        self.buffers = PacketBuffers(layout, self.compressor.payload, alone=layout.workers == 1)
+        self.compressor.bind(self.buffers)
         self.m = torch.zeros(layout.own_size) if momentum else None
         spans = [(b.own_start, b.own_start + b.slice_elements) for b in layout.buckets]
         self.elements = np.concatenate([np.arange(*span) for span in spans])
@@ -51,21 +51,21 @@ class Rank:
     def encode(self, flat: Array | None) -> None:
         """All parts that are this rank's, of a gradient over the flat space, or of none."""
         values = None if flat is None else torch.tensor(flat, dtype=torch.float32)
-        for slot, parts in zip(self.layout.slots, self.mail.parts, strict=True):
+        for slot, parts in zip(self.layout.slots, self.buffers.parts, strict=True):
             for part in parts:
                 first = slot.start if self.layout.slices == 1 else part.frame.bucket.own_start
                 if part.up_runs.shape[0]:
                     grad = None if values is None else values[first:]
-                    assert not self.scheme.encode(part, grad, self.m, beta=BETA, scale=1.0)
+                    assert not self.compressor.encode(part, grad, self.m, beta=BETA, scale=1.0)
 
     def known(self) -> Tensor:
         """What the others know of this rank's slices, the last message included."""
-        scheme = self.scheme
-        if isinstance(scheme, Markov):
-            return scheme.known
-        scales = scheme.sent_scales[torch.from_numpy(shard_of(self.layout)[self.elements])]
-        told = scheme.known + torch.where(bits_of(scheme.said), scales, -scales)
-        return torch.where(bits_of(scheme.spoke)[self.elements], told, scheme.known)
+        compressor = self.compressor
+        if isinstance(compressor, Markov):
+            return compressor.known
+        scales = compressor.sent_scales[torch.from_numpy(shard_of(self.layout)[self.elements])]
+        told = compressor.known + torch.where(bits_of(compressor.said), scales, -scales)
+        return torch.where(bits_of(compressor.spoke)[self.elements], told, compressor.known)
 
 
 def bits_of(words: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ class Network:
         layouts = [Layout(numels, nodes, bucket, slices=ranks, own_slice=own) for own in range(ranks)]
         self.layout, self.nodes, self.momentum = layouts[0], nodes, momentum
         self.ranks = [Rank(layouts[own], node, own, make, momentum) for node in range(nodes) for own in range(ranks)]
-        self.fused = [rank.scheme for rank in self.ranks if isinstance(rank.scheme, MarkovSign)]
+        self.fused = [rank.compressor for rank in self.ranks if isinstance(rank.compressor, MarkovSign)]
         self.shard_of = shard_of(self.layout)
         self.live = np.zeros(self.layout.size, dtype=bool)
         for slot in self.layout.slots:
@@ -100,42 +100,42 @@ class Network:
         self._steps = 0
 
     def step(self, inputs: Array) -> None:
-        """An exchange, which everybody follows. The first of the fused scheme is a greeting, and then in earnest."""
+        """An exchange, which everybody follows. The first of the fused compressor is an activation round."""
         self._steps += 1
         if self.fused and self._steps == 1:
             self.greet(inputs)
-            for scheme in self.fused:
-                scheme.recall(told=self.momentum)
+            for compressor in self.fused:
+                compressor.recall(told=self.momentum)
             self.exchange(None)
         else:
-            for scheme in self.fused:
-                scheme.begin_step(greeting=False)
+            for compressor in self.fused:
+                compressor.begin_step(greeting=False)
             self.exchange(inputs)
         for rank in self.ranks:
-            rank.scheme.hear()
-            if isinstance(rank.scheme, MarkovSign):
-                for part in (part for parts in rank.mail.parts for part in parts):
-                    rank.scheme.follow(part)
-                rank.scheme.conclude()
+            rank.compressor.hear()
+            if isinstance(rank.compressor, MarkovSign):
+                for part in (part for parts in rank.buffers.parts for part in parts):
+                    rank.compressor.follow(part)
+                rank.compressor.conclude()
 
     def greet(self, inputs: Array) -> None:
         self._steps = 1
-        for scheme in self.fused:
-            scheme.begin_step(greeting=True)
+        for compressor in self.fused:
+            compressor.begin_step(greeting=True)
         self.exchange(inputs)
 
     def exchange(self, inputs: Array | None) -> None:
         """Encode, and then seal, send, merge and answer, a bucket at a time."""
         for rank in self.ranks:
             rank.encode(None if inputs is None else inputs[rank.node])
-        for frames in zip(*(rank.mail.frames for rank in self.ranks), strict=True):
+        for frames in zip(*(rank.buffers.frames for rank in self.ranks), strict=True):
             for rank, frame in zip(self.ranks, frames, strict=True):
-                rank.scheme.seal(frame)
+                rank.compressor.seal(frame)
             for rank, frame in zip(self.ranks, frames, strict=True):
                 senders = (f for other, f in zip(self.ranks, frames, strict=True) if other.own == rank.own)
                 for row, sender in enumerate(senders):
                     frame.received[row] = sender.sent[rank.node]
-                rank.scheme.merge(frame, frame.bucket.own_shards[rank.node])
+                rank.compressor.merge(frame, frame.bucket.own_shards[rank.node])
             for rank, answered in zip(self.ranks, frames, strict=True):
                 shard = answered.bucket.own_shards[rank.node]
                 for frame in frames:
@@ -154,30 +154,30 @@ class Network:
         for rank in self.ranks:
             owned = rank.layout.owned_by(rank.node)
             numbers = [b.shard_number(owned.start) for b in rank.layout.buckets]
-            flat[np.isin(self.shard_of, numbers)] = rank.scheme.mean.numpy()
+            flat[np.isin(self.shard_of, numbers)] = rank.compressor.mean.numpy()
         return flat
 
     def followed(self) -> Array:
         """The same on all ranks."""
-        first = self.ranks[0].scheme.followed
-        assert all(torch.equal(rank.scheme.followed, first) for rank in self.ranks)
+        first = self.ranks[0].compressor.followed
+        assert all(torch.equal(rank.compressor.followed, first) for rank in self.ranks)
         return first.numpy().copy()
 
-    def alive(self) -> Array:
+    def active(self) -> Array:
         """The same on all ranks."""
-        assert all(torch.equal(scheme.alive, self.fused[0].alive) for scheme in self.fused)
-        return bits_of(self.fused[0].alive).numpy()
+        assert all(torch.equal(compressor.active, self.fused[0].active) for compressor in self.fused)
+        return bits_of(self.fused[0].active).numpy()
 
     def packets(self) -> list[bytes]:
         """Signs and scales of all ranks."""
-        return [signs_and_scales(f.sent, f) for rank in self.ranks for f in rank.mail.frames]
+        return [signs_and_scales(f.sent, f) for rank in self.ranks for f in rank.buffers.frames]
 
     def answers(self) -> list[bytes]:
-        return [signs_and_scales(f.answers, f) for f in self.ranks[0].mail.frames]
+        return [signs_and_scales(f.answers, f) for f in self.ranks[0].buffers.frames]
 
 
 def signs_and_scales(packets: torch.Tensor, frame: Frame) -> bytes:
-    """Without headers, and without what only one of the schemes has to say."""
+    """Without headers, and without what only one of the compressors has to say."""
     return packets[:, HEADER_BYTES : HEADER_BYTES + 8 * (frame.bucket.shard_words + 1)].numpy().tobytes()
 
 
@@ -208,7 +208,7 @@ each_grid = pytest.mark.parametrize(("nodes", "ranks"), GRIDS)
 each_scheme = pytest.mark.parametrize("name", SCHEMES)
 
 
-# The fused scheme is the general one ---------------------------------------------------------------------------------
+# The fused compressor is the general one ------------------------------------------------------------------------------
 
 
 @each_kernels
@@ -226,7 +226,7 @@ def test_workers_say_what_the_general_scheme_says(nodes: int, ranks: int, moment
         rounding = 0.0 if nodes == 1 else 1e-5
         np.testing.assert_allclose(one.mean(), other.mean(), rtol=0, atol=rounding)
         np.testing.assert_allclose(one.followed(), other.followed(), rtol=0, atol=rounding)
-    assert one.alive().all()
+    assert one.active().all()
     assert len(set(np.abs(one.followed()).tolist())) > 10
 
 
@@ -264,7 +264,7 @@ def test_padding_is_never_heard_of(nodes: int, ranks: int) -> None:
     network = Network(fused(), nodes, ranks, PADDED)
     for step in range(4):
         network.step(normal(network, 4, step))
-        np.testing.assert_array_equal(network.alive(), network.live)
+        np.testing.assert_array_equal(network.active(), network.live)
         np.testing.assert_array_equal(network.followed() != 0, network.live)
 
 
@@ -275,7 +275,7 @@ def test_padding_is_never_heard_of(nodes: int, ranks: int) -> None:
 @each_scheme
 def test_the_contraction_is_the_share_of_squares_left_unsaid(name: str, nodes: int, ranks: int) -> None:
     network = Network(SCHEMES[name], nodes, ranks)
-    assert all(math.isnan(rank.scheme.contraction()) for rank in network.ranks)
+    assert all(math.isnan(rank.compressor.contraction()) for rank in network.ranks)
     for step in range(4):
         inputs, before = normal(network, 5, step), network.known().astype(np.float64)
         network.step(inputs)
@@ -284,7 +284,7 @@ def test_the_contraction_is_the_share_of_squares_left_unsaid(name: str, nodes: i
                 (inputs[rank.node] - known[rank.node])[rank.elements].astype(np.float64)
                 for known in (before, network.known())
             )
-            share = rank.scheme.contraction()
+            share = rank.compressor.contraction()
             np.testing.assert_allclose(share, np.sum(left**2) / np.sum(c**2), rtol=1e-5)
             if name != "top-k":
                 shards = network.shard_of[rank.elements]
@@ -304,7 +304,7 @@ def test_of_a_single_shard_it_is_the_formula() -> None:
 def test_nothing_is_left_unsaid_when_all_is_said() -> None:
     network = Network(general(ratio=1.0), 2)
     network.step(normal(network, 7))
-    assert [rank.scheme.contraction() for rank in network.ranks] == [0.0, 0.0]
+    assert [rank.compressor.contraction() for rank in network.ranks] == [0.0, 0.0]
 
 
 # Who lives -----------------------------------------------------------------------------------------------------------
@@ -334,8 +334,8 @@ def test_who_wakes_up_on_one_worker_is_exchanged_from_the_next_time_on(
             message = (network.known() - before)[:, shard]
             np.testing.assert_allclose(message, np.abs(c).mean(1, keepdims=True) * sign_of(c), rtol=1e-4, atol=1e-6)
         lives = lives or gradient != 0
-        assert network.alive()[SLEEPER] == lives
-        assert np.delete(network.alive(), SLEEPER).all()
+        assert network.active()[SLEEPER] == lives
+        assert np.delete(network.active(), SLEEPER).all()
     assert lives
 
 
@@ -345,11 +345,11 @@ def test_who_gives_up_has_said_nothing_but_hello(nodes: int, ranks: int, kernels
     """The next exchange is as the first of those who knew from the beginning that all live."""
     network, fresh = Network(fused(kernels), nodes, ranks), Network(general(kernels), nodes, ranks)
     network.greet(normal(network, 9))
-    assert all(scheme.known.any() for scheme in network.fused), "else there would be nothing to give up"
-    for scheme in network.fused:
-        scheme.give_up()
-        assert not scheme.known.any()
-    assert network.alive().all()
+    assert all(compressor.known.any() for compressor in network.fused), "else there would be nothing to give up"
+    for compressor in network.fused:
+        compressor.give_up()
+        assert not compressor.known.any()
+    assert network.active().all()
     for values in (network.known(), network.mean(), network.followed()):
         assert not values.any()
     for each in (network, fresh):
@@ -376,4 +376,4 @@ def test_a_word_without_anything_to_say_is_known_to_be_zero_at_once(nodes: int, 
             assert np.all((state[..., network.live & quiet] == 0) == (4 <= step < 7)), step
     followed = network.followed()
     for rank in network.ranks:
-        np.testing.assert_array_equal(rank.scheme.followed.numpy(), followed)
+        np.testing.assert_array_equal(rank.compressor.followed.numpy(), followed)

@@ -90,7 +90,7 @@ def test_what_never_had_a_gradient_rests_and_hello_wakes_it_for_the_next_step() 
     assert abs(oracle.values[0][1] - 1.0) == 0.5
 
 
-def test_roll_call_lays_a_stopped_coordinate_to_rest() -> None:
+def test_activity_refresh_lays_a_stopped_coordinate_to_rest() -> None:
     oracle = BirderOracle([Group([np.zeros(2)], lr=1.0)], workers=1, **PAPER)
     for step in range(1, 400):
         oracle.step([[np.array([1.0, 1.0 if step < 10 else 0.0])]])

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from thinwire.errors import CorruptPacket
 from thinwire.kernels import ops
-from thinwire.wire import packet
-from thinwire.wire.packet import GREETING, HEADER_BYTES, NONFINITE, REFUSED, Header, Packet
+from thinwire.transport import packet
+from thinwire.transport.packet import ACTIVATION, HEADER_BYTES, NONFINITE, REFUSED, Header, Packet
 
 KERNELS = ops.backend(torch.device("cpu"))
 HEADER = Header(step=7, bucket=3, sender=2, length=4096, layout=0xDEADBEEF, flags=0)
@@ -45,12 +45,12 @@ def forged(header: Header, at: int, field: bytes) -> Tensor:
 
 
 def test_the_header_is_laid_out_as_the_protocol_says() -> None:
-    row = bytes(sealed(dataclasses.replace(HEADER, flags=NONFINITE | GREETING), b"payload").tolist())
+    row = bytes(sealed(dataclasses.replace(HEADER, flags=NONFINITE | ACTIVATION), b"payload").tolist())
     assert HEADER_BYTES == 32
     assert row[4:6] == b"TW"
     assert struct.unpack_from("<HHHQIII", row, 6) == (2, 5, 2, 7, 3, 4096, 0xDEADBEEF)
     assert row[32:] == b"payload"
-    assert (NONFINITE, REFUSED, GREETING) == (1, 2, 4)
+    assert (NONFINITE, REFUSED, ACTIVATION) == (1, 2, 4)
 
 
 def test_the_checksum_is_that_of_everything_behind_it() -> None:
@@ -67,7 +67,7 @@ def test_what_is_sealed_is_accepted_as_it_is(header: Header, payload: bytes) -> 
 
 
 @pytest.mark.parametrize("flags", [0, NONFINITE, REFUSED, NONFINITE | REFUSED])
-@pytest.mark.parametrize("greeting", [0, GREETING])
+@pytest.mark.parametrize("greeting", [0, ACTIVATION])
 @pytest.mark.parametrize("own", [0, NONFINITE])
 def test_flags_that_a_peer_may_raise_pass_through(flags: int, greeting: int, own: int) -> None:
     """Whatever this rank has raised itself, a peer may raise more, or less; only the greeting must be common."""
@@ -87,10 +87,10 @@ def test_every_field_that_differs_is_named(field: str, value: int) -> None:
         HEADER.check(Packet(sealed(sent)), KERNELS)
 
 
-@pytest.mark.parametrize(("sent", "expected"), [(GREETING, 0), (0, GREETING), (GREETING | NONFINITE, NONFINITE)])
+@pytest.mark.parametrize(("sent", "expected"), [(ACTIVATION, 0), (0, ACTIVATION), (ACTIVATION | NONFINITE, NONFINITE)])
 def test_a_greeting_is_never_taken_for_votes_nor_votes_for_a_greeting(sent: int, expected: int) -> None:
     row = sealed(dataclasses.replace(HEADER, flags=sent))
-    with pytest.raises(CorruptPacket, match=f"greeting is {sent & GREETING}, expected {expected & GREETING}"):
+    with pytest.raises(CorruptPacket, match=f"greeting is {sent & ACTIVATION}, expected {expected & ACTIVATION}"):
         dataclasses.replace(HEADER, flags=expected).check(Packet(row), KERNELS)
 
 

@@ -19,7 +19,7 @@ from benchmarks.roofline_kernels import FORMS, METHODS, TILE, WORKERS, YARDSTICK
 from tests.harness import run_ranks
 from thinwire.cli.stages import MOSTLY_LOCAL, WARMED_UP
 from thinwire.kernels import ops, reference
-from thinwire.wire.buckets import WORD, Layout, bucket_elements
+from thinwire.transport.layout import WORD, Layout, bucket_elements
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "gpu-roofline.md"
 MARK = "<!-- What follows is the output of `python -m benchmarks.roofline --markdown`. -->\n\n"
@@ -34,7 +34,7 @@ SECONDS = 300
 """A busy machine is no finding."""
 NEGLIGIBLE = 0.01
 """Bytes an element: scales, sums and tables of runs are less."""
-IN_PART = {"roll_call", "any_of"}
+IN_PART = {"activity_refresh", "any_of"}
 """They are given whole packets, and touch the words of a roll call."""
 OF_PACKETS = {"packet_seal", "packet_check"}
 CHECKSUMS = {*OF_PACKETS, "crc32c"}
@@ -192,7 +192,7 @@ def _recorded(name: str, operation: Callable[..., Any], calls: list[Call]) -> Ca
         before = {key: tensors[key].clone() for key in large}
         result = operation(*args, **kwargs)
         changed = {key for key in large if not torch.equal(_bits(before[key]), _bits(tensors[key]))}
-        called = "any_of" if name == "vote_bit" and arguments["alive"] is None else name
+        called = "any_of" if name == "vote_bit" and arguments["active"] is None else name
         calls.append(Call((called, frozenset(large)), covered, {key: sizes[key] for key in large}, changed))
         return result
 
@@ -205,7 +205,7 @@ def _covered(name: str, arguments: dict[str, Any]) -> float:
         return int(arguments["runs"][:, 2].sum())
     if "words" in arguments:
         return WORD * arguments["words"]
-    if name == "roll_call":
+    if name == "activity_refresh":
         return WORD * arguments["shard_words"] * arguments["shards"] / arguments["period"]
     if name == "adopt":
         return WORD * arguments["shard_words"] * len(arguments["answers"])

@@ -50,7 +50,7 @@ def sampled_signs(
 
 
 def answered(kernels: Kernels, rows: torch.Tensor, *, seed: int = 0, step: int = 1) -> np.ndarray:
-    """The owner's answer (0 or 1) to `rows` of packed votes, every element alive."""
+    """The owner's answer (0 or 1) to `rows` of packed votes, every element active."""
     size = 8 * rows.shape[1]
     answer = torch.zeros(size // 8, dtype=torch.uint8)
     kernels.vote_bit(

@@ -1,4 +1,4 @@
-"""The scaled sign as a scheme: workers and owners of one process, who exchange packets by copying them.
+"""The scaled sign as a compressor: workers and owners of one process, who exchange packets by copying them.
 
 The kernels have tests of their own. Here it is what lies between them: which scale belongs to which shard, what becomes
 of memories from one exchange to the next, and that nothing is lost on the way (law 4).
@@ -15,12 +15,12 @@ import torch
 
 from tests.unit.formulas import Array, double, sign_of
 from tests.unit.kernel_cases import REFERENCE, each_state
+from thinwire.compressors.scaled_sign import ScaledSign
 from thinwire.kernels.modes import Output
 from thinwire.kernels.ops import Kernels
-from thinwire.schemes.scaled_sign import ScaledSign
-from thinwire.wire.buckets import WORD, Layout
-from thinwire.wire.mail import Mail, Part
-from thinwire.wire.packet import HEADER_BYTES
+from thinwire.transport.buffers import PacketBuffers, Part
+from thinwire.transport.layout import WORD, Layout
+from thinwire.transport.packet import HEADER_BYTES
 
 NUMELS = [130, 0, 1, 700, 65]
 ROUNDING = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-8}
@@ -28,18 +28,18 @@ ROUNDING = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-8}
 
 
 class Rank:
-    """A scheme and its packets; `node` is its worker, `own` its slice."""
+    """A compressor and its packets; `node` is its worker, `own` its slice."""
 
     def __init__(self, layout: Layout, node: int, own: int, kernels: Kernels, dtype: torch.dtype, remembers: bool):
         self.layout, self.node, self.own = layout, node, own
-        self.scheme = ScaledSign(layout, node, kernels, dtype, remembers=remembers)
-        self.mail = Mail(layout, self.scheme.payload, alone=layout.workers == 1)
-        self.scheme.learn(self.mail)
+        self.compressor = ScaledSign(layout, node, kernels, dtype, remembers=remembers)
+        self.buffers = PacketBuffers(layout, self.compressor.payload, alone=layout.workers == 1)
+        self.compressor.bind(self.buffers)
 
     def each_part(self, flat: Array, use: Callable[[Part, torch.Tensor], object]) -> None:
         """Call `use` with every part that this rank encodes, and its gradient out of the flat space."""
         values = torch.tensor(flat, dtype=torch.float32)
-        for slot, parts in zip(self.layout.slots, self.mail.parts, strict=True):
+        for slot, parts in zip(self.layout.slots, self.buffers.parts, strict=True):
             for part in parts:
                 bucket = part.frame.bucket
                 inside = (slot.start, slot.start + slot.numel)
@@ -82,22 +82,24 @@ class Network:
 
     def encode(self, inputs: Array, *, beta: float = 0.0, weight: float = 1.0) -> None:
         for rank in self.ranks:
-            scheme = rank.scheme
+            compressor = rank.compressor
             rank.each_part(
                 inputs[rank.node],
-                lambda part, grad, scheme=scheme: scheme.encode(part, grad, beta=beta, weight=weight, scale=1.0),
+                lambda part, grad, compressor=compressor: compressor.encode(
+                    part, grad, beta=beta, weight=weight, scale=1.0
+                ),
             )
 
     def exchange(self) -> None:
         """Seal, send, merge and answer, a bucket at a time."""
-        for frames in zip(*(rank.mail.frames for rank in self.ranks), strict=True):
+        for frames in zip(*(rank.buffers.frames for rank in self.ranks), strict=True):
             for rank, frame in zip(self.ranks, frames, strict=True):
-                rank.scheme.seal(frame)
+                rank.compressor.seal(frame)
             for rank, frame in zip(self.ranks, frames, strict=True):
                 senders = (f for other, f in zip(self.ranks, frames, strict=True) if other.own == rank.own)
                 for row, sender in enumerate(senders):
                     frame.received[row] = sender.sent[rank.node]
-                rank.scheme.merge(frame, frame.bucket.own_shards[rank.node])
+                rank.compressor.merge(frame, frame.bucket.own_shards[rank.node])
             for rank, answered in zip(self.ranks, frames, strict=True):
                 shard = answered.bucket.own_shards[rank.node]
                 for frame in frames:
@@ -105,13 +107,13 @@ class Network:
 
     def adopt(self) -> None:
         for rank in self.ranks:
-            rank.scheme.adopt()
+            rank.compressor.adopt()
 
     def said(self) -> Array:
         """What stands in the packets of each node."""
         flat = np.zeros((self.nodes, self.layout.size))
         for rank in self.ranks:
-            for frame in rank.mail.frames:
+            for frame in rank.buffers.frames:
                 rows = zip(frame.bucket.own_shards, frame.sent, strict=True)
                 for shard, packet in rows:
                     self._put(flat[rank.node], frame.bucket.shard_number(shard), packet)
@@ -120,7 +122,7 @@ class Network:
     def answered(self) -> Array:
         """What stands in the answers, the same for all."""
         flat = np.zeros(self.layout.size)
-        for frame in self.ranks[0].mail.frames:
+        for frame in self.ranks[0].buffers.frames:
             for shard, packet in enumerate(frame.answers):
                 self._put(flat, frame.bucket.shard_number(shard), packet)
         return flat
@@ -134,7 +136,7 @@ class Network:
         """e = c - s sign(c) of each node."""
         flat = np.zeros((self.nodes, self.layout.size))
         for rank in self.ranks:
-            c, scales = double(rank.scheme.sent), double(rank.scheme.sent_scales)
+            c, scales = double(rank.compressor.sent), double(rank.compressor.sent_scales)
             for b in rank.layout.buckets:
                 here = np.arange(b.own_start, b.own_start + b.slice_elements)
                 inside = c[here - b.state_shift]
@@ -146,7 +148,7 @@ class Network:
         flat = np.zeros(self.layout.size)
         for rank in self.ranks:
             owned = rank.layout.owned_by(rank.node)
-            y, scales = double(rank.scheme.answered), double(rank.scheme.answer_scales)
+            y, scales = double(rank.compressor.answered), double(rank.compressor.answer_scales)
             for b in rank.layout.buckets:
                 here = np.flatnonzero(self.shard_of == b.shard_number(owned.start))
                 inside = y[here - b.shift_of(owned)]
@@ -208,10 +210,10 @@ def test_local_steps_are_kept_until_they_are_said() -> None:
         local = step % 4 != 3
         gradients = network.random_inputs((2, step))
         for rank, m in zip(network.ranks, memories, strict=True):
-            scheme, packets = rank.scheme, None if local else rank.mail.sent
+            compressor, packets = rank.compressor, None if local else rank.buffers.sent
             rank.each_part(
                 gradients[rank.node],
-                lambda part, grad, scheme=scheme, m=m, packets=packets: scheme.encode_momentum(
+                lambda part, grad, compressor=compressor, m=m, packets=packets: compressor.encode_momentum(
                     part,
                     grad,
                     m,
@@ -223,7 +225,7 @@ def test_local_steps_are_kept_until_they_are_said() -> None:
                 ),
             )
             if local:
-                scheme.sent_scales.zero_()
+                compressor.sent_scales.zero_()
         put_in += 0.25 * np.stack([double(m) for m in memories])
         if not local:
             network.exchange()
@@ -263,10 +265,10 @@ def test_a_shard_of_nothing_but_padding_says_nothing() -> None:
         network.exchange()
         network.adopt()
         for rank in network.ranks:
-            for scales in (rank.scheme.sent_scales, rank.scheme.answer_scales):
+            for scales in (rank.compressor.sent_scales, rank.compressor.answer_scales):
                 assert (scales > 0).tolist() == [True, True, False, False]
-            assert not rank.scheme.answer[2:].any()
-            assert bool(torch.isfinite(rank.scheme.answered).all())
+            assert not rank.compressor.answer[2:].any()
+            assert bool(torch.isfinite(rank.compressor.answered).all())
 
 
 def test_an_input_of_zeros_has_a_scale_of_zero_and_leaves_the_error_as_it_is() -> None:
@@ -295,7 +297,7 @@ def test_what_was_adopted_goes_into_the_next_input(nodes: int, ranks: int) -> No
     for rank in network.ranks:
         for b in rank.layout.buckets:
             here = np.arange(b.own_start, b.own_start + b.slice_elements)
-            c = double(rank.scheme.sent)[here - b.state_shift]
+            c = double(rank.compressor.sent)[here - b.state_shift]
             np.testing.assert_allclose(c, expected[rank.node][here], rtol=0, atol=1e-5)
 
 
@@ -307,16 +309,18 @@ def test_adopt_takes_answers_over_and_may_remember_those_before(nodes: int, rank
         network.encode(network.random_inputs((7, step)), beta=0.5, weight=0.5)
         network.exchange()
         for rank in network.ranks:  # nothing is taken over until the whole exchange is done
-            np.testing.assert_array_equal(stands_for(network, rank.scheme.answer, rank.scheme.answer_scales), heard[-1])
+            np.testing.assert_array_equal(
+                stands_for(network, rank.compressor.answer, rank.compressor.answer_scales), heard[-1]
+            )
         network.adopt()
         heard.append(network.answered())
         assert np.any(heard[-1] != heard[-2])
         for rank in network.ranks:
-            scheme = rank.scheme
-            assert scheme.answer_before is not None
-            assert scheme.answer_scales_before is not None
-            np.testing.assert_array_equal(stands_for(network, scheme.answer, scheme.answer_scales), heard[-1])
-            before = stands_for(network, scheme.answer_before, scheme.answer_scales_before)
+            compressor = rank.compressor
+            assert compressor.answer_before is not None
+            assert compressor.answer_scales_before is not None
+            np.testing.assert_array_equal(stands_for(network, compressor.answer, compressor.answer_scales), heard[-1])
+            before = stands_for(network, compressor.answer_before, compressor.answer_scales_before)
             np.testing.assert_array_equal(before, heard[-2])
 
 
@@ -337,7 +341,7 @@ def test_a_dense_momentum_is_what_was_left_unsaid(nodes: int, ranks: int, state_
         here = slice(slot.start, slot.start + slot.numel)
         expected[here] = factor * momentum[here]
     for rank in network.ranks:
-        rank.scheme.start_from(torch.tensor(momentum, dtype=torch.float32), factors)
+        rank.compressor.start_from(torch.tensor(momentum, dtype=torch.float32), factors)
     kept = network.kept_by_workers()
     assert_equal_but_for_rounding(kept, np.stack([expected] * nodes), state_dtype)
     # Nothing has been heard yet: whatever beta is, the first exchange is of the momentum and the gradient alone.
@@ -354,10 +358,10 @@ def test_a_momentum_can_become_the_memory_in_which_it_stands() -> None:
     momentum = torch.randn(layout.size, generator=torch.Generator().manual_seed(0))
     live = Network(2).live
     expected = momentum.numpy() * np.float32(0.9)
-    scheme = ScaledSign(layout, 0, REFERENCE, torch.float32, momentum)
-    scheme.learn(Mail(layout, scheme.payload, alone=False))
-    scheme.start_from(momentum, [0.9] * len(NUMELS))
-    assert scheme.sent.data_ptr() == momentum.data_ptr()
+    compressor = ScaledSign(layout, 0, REFERENCE, torch.float32, momentum)
+    compressor.bind(PacketBuffers(layout, compressor.payload, alone=False))
+    compressor.start_from(momentum, [0.9] * len(NUMELS))
+    assert compressor.sent.data_ptr() == momentum.data_ptr()
     np.testing.assert_array_equal(momentum.numpy()[live], expected[live])
 
 
@@ -369,7 +373,7 @@ def test_after_forget_it_is_as_if_nothing_had_been_said(nodes: int, ranks: int) 
         used.exchange()
         used.adopt()
     for rank in used.ranks:
-        rank.scheme.forget()
+        rank.compressor.forget()
     for step in range(3):
         for network in (used, fresh):
             network.encode(network.random_inputs((11, step)), beta=0.5, weight=0.5)
@@ -393,6 +397,6 @@ def test_what_is_left_unsaid_can_fade(nodes: int, ranks: int, state_dtype: torch
     network.adopt()
     of_workers, of_owners = network.kept_by_workers(), network.kept_by_owners()
     for rank in network.ranks:
-        rank.scheme.fade(factors)
+        rank.compressor.fade(factors)
     assert_equal_but_for_rounding(network.kept_by_workers(), of_element * of_workers, state_dtype)
     assert_equal_but_for_rounding(network.kept_by_owners(), of_element * of_owners, state_dtype)

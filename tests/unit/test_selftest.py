@@ -26,13 +26,13 @@ from thinwire.cli.selftest import command, oracles
 from thinwire.cli.selftest.counting import counted_bytes
 from thinwire.cli.selftest.laws import LAWS, Law, judge
 from thinwire.cli.selftest.ranks import Outcome, Part, run_parts
-from thinwire.cli.selftest.results import FAILED, NOT_TESTED, PASSED, Results, Verdict
+from thinwire.cli.selftest.results import FAILED, NOT_TESTED, PASSED, LawResult, Results
 from thinwire.cli.selftest.runs import SUBJECTS
 from thinwire.cli.selftest.site import Findings, Site
 from thinwire.cli.selftest.speed import MEMCPY, Kernel, Steps
 from thinwire.kernels import ops
 from thinwire.kernels.ops import Kernels
-from thinwire.wire.exchange import Exchange
+from thinwire.transport.exchange import Exchange
 
 # The command ---------------------------------------------------------------------------------------------------------
 
@@ -350,7 +350,7 @@ def results(**changes: Any) -> Results:
         ranks=2,
         quick=False,
         machine={"torch": "2 | 3"},
-        laws=[Verdict(1, "A title", "This with that.", PASSED, 1.5, [], ["something was left out"])],
+        laws=[LawResult(1, "A title", "This with that.", PASSED, 1.5, [], ["something was left out"])],
         kernels=[Kernel("encode", 1000, 1e-6, 8.0, 0.5)],
         steps=[Steps("Birder", 7_000_000, 20.0, 10.0)],
         errors={},
@@ -373,7 +373,9 @@ def test_a_report_in_markdown() -> None:
 
 
 def test_what_failed_is_said_loudly() -> None:
-    broken = results(laws=[Verdict(1, "A title", "This.", FAILED, 1.5, ["[bold] is off"], [])], errors={"steps": "no"})
+    broken = results(
+        laws=[LawResult(1, "A title", "This.", FAILED, 1.5, ["[bold] is off"], [])], errors={"steps": "no"}
+    )
     assert broken.failed
     assert results(errors={"steps": "no"}).failed
     assert not results().failed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from thinwire.cli.selftest.results import FAILED, Results, Verdict
+from thinwire.cli.selftest.results import FAILED, LawResult, Results
 
 
 def test_nothing_leaves_its_cell_or_its_block() -> None:
@@ -12,7 +12,7 @@ def test_nothing_leaves_its_cell_or_its_block() -> None:
         ranks=2,
         quick=False,
         machine={"cpu": "<b>a | b\\</b>\n`code` *x* [y](z) & more"},
-        laws=[Verdict(1, "A title", "This.", FAILED, 1.5, [complaint], [])],
+        laws=[LawResult(1, "A title", "This.", FAILED, 1.5, [complaint], [])],
         kernels=[],
         steps=[],
         errors={},

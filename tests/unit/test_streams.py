@@ -13,15 +13,15 @@ import torch
 
 import thinwire
 from tests.harness import run_ranks
+from thinwire.compressors.stochastic_sign import StochasticSign
 from thinwire.kernels import ops
 from thinwire.kernels.header import CHECKED, HEARD, NONFINITE, REFUSED, Status
 from thinwire.kernels.modes import Gate
-from thinwire.schemes.stochastic_sign import StochasticSign
-from thinwire.wire.buckets import Layout
-from thinwire.wire.mail import Mail
-from thinwire.wire.peers import Peers
-from thinwire.wire.report import Report
-from thinwire.wire.streams import OneAfterTheOther, streams_of, wait_for
+from thinwire.transport.buffers import PacketBuffers
+from thinwire.transport.layout import Layout
+from thinwire.transport.peers import Peers
+from thinwire.transport.report import Report
+from thinwire.transport.streams import OneAfterTheOther, streams_of, wait_for
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 PARAMETERS = 150
@@ -31,12 +31,14 @@ def reported(present: set[int], flags: int = 0) -> Report:
     """A report of an exchange in which these parameters had a gradient."""
     layout = Layout([64] * PARAMETERS, 2, 64 * 70)
     life = torch.zeros(layout.size)
-    mail = Mail(layout, StochasticSign(layout, "bit", ops.BACKENDS["reference"], life, 0.0).payload, alone=True)
+    buffers = PacketBuffers(
+        layout, StochasticSign(layout, "bit", ops.BACKENDS["reference"], life, 0.0).payload, alone=True
+    )
     report = Report(layout)
     report.status[Status.FLAGS] |= flags
-    for frame in mail.frames:
+    for frame in buffers.frames:
         bits = sum(1 << place for place, position in enumerate(frame.bucket.slots) if position in present)
-        mail.fill_presence(frame, bits)
+        buffers.fill_presence(frame, bits)
         width = 8 * frame.presence_words
         frame.answers[0, frame.down_presence :][:width] = frame.sent[0, frame.up_presence :][:width]
         report.note_presence(frame)

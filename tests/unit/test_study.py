@@ -37,8 +37,8 @@ from thinwire.cli.study.runs import VALIDATIONS, Point, Result, Run, run_virtual
 from thinwire.cli.study.search import FRESH_SEEDS, RATES, SEARCH_RUNS, SEARCH_SEED, search_runs, study
 from thinwire.cli.study.store import Store
 from thinwire.cli.study.tasks import FineTuningTask, PictureTask, Score, Sources, Task, TextTask, tasks
-from thinwire.schemes.stochastic_sign import Downlink
-from thinwire.wire import virtual
+from thinwire.compressors.stochastic_sign import Downlink
+from thinwire.transport import virtual
 
 # Pictures ------------------------------------------------------------------------------------------------------------
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from thinwire.wire.peers import Peers
-from thinwire.wire.topology import Choice, Topology, choose
+from thinwire.transport.peers import Peers
+from thinwire.transport.topology import Choice, Topology, choose
 
 PAIRS = ((0, 1), (2, 3))
 

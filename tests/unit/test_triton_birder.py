@@ -14,6 +14,7 @@ from tests.unit import test_kernels_node as node
 from tests.unit.kernel_cases import (
     REFERENCE,
     WORD,
+    activity_refresh_case,
     allocation,
     each_grad,
     each_low,
@@ -23,7 +24,6 @@ from tests.unit.kernel_cases import (
     guarded,
     hard_gradient,
     random,
-    roll_call_case,
 )
 from tests.unit.kernel_cases import twin as twin
 from tests.unit.sign_cases import dense_encode_case
@@ -141,11 +141,11 @@ def test_encode_takes_gradients_at_any_address(elements_off: int) -> None:
         same_as_reference("birder_direction", node.direction_case(TILE + 70, seed=2, **options))
 
 
-@pytest.mark.parametrize("alive", ["all", "none"])
+@pytest.mark.parametrize("active", ["all", "none"])
 @pytest.mark.parametrize("key", [0, 1, 2**31, 2**32 - 1, 2**63, 2**64 - 1])
 @pytest.mark.parametrize("eps", [0.0, 1e-40, 1e-3])
-def test_encode_with_any_key(alive: str, key: int, eps: float) -> None:
-    options: dict[str, Any] = {"grad_dtype": torch.float32, "state_dtype": torch.bfloat16, "alive": alive}
+def test_encode_with_any_key(active: str, key: int, eps: float) -> None:
+    options: dict[str, Any] = {"grad_dtype": torch.float32, "state_dtype": torch.bfloat16, "active": active}
     same_as_reference("birder_encode", encode_case(200, seed=9, key=key, eps=eps, **options))
 
 
@@ -162,11 +162,11 @@ def test_direction_of_a_slice_of_a_large_model(state_dtype: torch.dtype, first: 
 def test_encode_of_a_slice_of_a_large_model(state_dtype: torch.dtype, first: int) -> None:
     """Random numbers depend on the upper half of an element too; of the map only the slice's words are ever touched."""
     case = encode_case(2 * TILE, seed=5, grad_dtype=torch.float32, state_dtype=state_dtype, pieces=3)
-    alive, case["alive"] = case["alive"], torch.empty(first // WORD + case["alive"].numel(), dtype=torch.int64)
-    case["alive"][first // WORD :] = alive
+    active, case["active"] = case["active"], torch.empty(first // WORD + case["active"].numel(), dtype=torch.int64)
+    case["active"][first // WORD :] = active
     case["runs"][:, 0] += first
-    same_as_reference("birder_encode", case | {"shift": first}, shared=("alive",))
-    assert torch.equal(case["alive"][first // WORD :], alive)
+    same_as_reference("birder_encode", case | {"shift": first}, shared=("active",))
+    assert torch.equal(case["active"][first // WORD :], active)
 
 
 # Dense exchanges ------------------------------------------------------------------------------------------------------
@@ -195,13 +195,15 @@ def test_mean(dtype: torch.dtype, rows: int) -> None:
 
 
 @each_state
-def test_roll_call_over_shard_boundaries(state_dtype: torch.dtype) -> None:
+def test_activity_refresh_over_shard_boundaries(state_dtype: torch.dtype) -> None:
     """Shards that are shorter and longer than the period, and every phase: some shards have nobody to call."""
     for shard_words in (1, 4, 13):
         for phase in range(4):
-            same_as_reference("roll_call", roll_call_case(shard_words, 3, 7, 4, phase, phase, state_dtype))
-    same_as_reference("roll_call", roll_call_case(300, 2, 129, 256, 255, 0, state_dtype))
-    same_as_reference("roll_call", roll_call_case(70, 2, 5, 2, 1, 0, state_dtype, shift=128))
+            same_as_reference(
+                "activity_refresh", activity_refresh_case(shard_words, 3, 7, 4, phase, phase, state_dtype)
+            )
+    same_as_reference("activity_refresh", activity_refresh_case(300, 2, 129, 256, 255, 0, state_dtype))
+    same_as_reference("activity_refresh", activity_refresh_case(70, 2, 5, 2, 1, 0, state_dtype, shift=128))
 
 
 @pytest.mark.parametrize("planes", [1, 3])
@@ -218,10 +220,10 @@ WORKERS = (1, 2, 3, 6, 8, 11)
 
 
 @pytest.mark.parametrize("workers", WORKERS)
-@pytest.mark.parametrize("alive", ["all", "some", "none", None], ids=str)
-def test_vote_bit(workers: int, alive: str | None) -> None:
+@pytest.mark.parametrize("active", ["all", "some", "none", None], ids=str)
+def test_vote_bit(workers: int, active: str | None) -> None:
     for words in (1, 65):
-        same_as_reference("vote_bit", flat.vote_case(workers, words, alive, seed=words))
+        same_as_reference("vote_bit", flat.vote_case(workers, words, active, seed=words))
 
 
 def test_votes_of_many() -> None:
@@ -239,23 +241,23 @@ def test_vote_bit_with_any_key(key: int) -> None:
 @pytest.mark.parametrize("first_word", [2**26 - 1, 2**26 + 5, 2**27])
 def test_vote_bit_of_a_large_model(first_word: int) -> None:
     case = flat.vote_case(5, 3, "all", seed=0)
-    case["alive"] = torch.empty(first_word + 3, dtype=torch.int64)
-    case["alive"][first_word:] = -1
-    same_as_reference("vote_bit", case | {"first_word": first_word}, shared=("alive",))
+    case["active"] = torch.empty(first_word + 3, dtype=torch.int64)
+    case["active"][first_word:] = -1
+    same_as_reference("vote_bit", case | {"first_word": first_word}, shared=("active",))
 
 
 @pytest.mark.parametrize("workers", WORKERS)
-@pytest.mark.parametrize("alive", ["all", "some", "none"])
-def test_vote_majority(workers: int, alive: str) -> None:
+@pytest.mark.parametrize("active", ["all", "some", "none"])
+def test_vote_majority(workers: int, active: str) -> None:
     for words in (1, 65):
-        same_as_reference("vote_majority", flat.majority_case(workers, words, alive, seed=words))
+        same_as_reference("vote_majority", flat.majority_case(workers, words, active, seed=words))
 
 
 @pytest.mark.parametrize("workers", WORKERS)
-@pytest.mark.parametrize("alive", ["all", "some", "none"])
-def test_vote_count(workers: int, alive: str) -> None:
+@pytest.mark.parametrize("active", ["all", "some", "none"])
+def test_vote_count(workers: int, active: str) -> None:
     for words in (1, 65):
-        same_as_reference("vote_count", flat.count_case(workers, words, alive, seed=words))
+        same_as_reference("vote_count", flat.count_case(workers, words, active, seed=words))
 
 
 @pytest.mark.parametrize("workers", [1, 3, 8])
@@ -301,7 +303,7 @@ def test_dense_apply_for_every_tail(low_dtype: torch.dtype | None) -> None:
 def test_apply_with_any_rate(low_dtype: torch.dtype | None, rates: tuple[float, float]) -> None:
     lr, decay = rates
     options: dict[str, Any] = {"seed": 6, "low_dtype": low_dtype, "x_off": 3, "lr": lr, "decay": decay}
-    same_as_reference("birder_apply", flat.apply_case(500, workers=5, alive="all", **options))
+    same_as_reference("birder_apply", flat.apply_case(500, workers=5, active="all", **options))
     same_as_reference("birder_apply", flat.apply_case(500, workers=0, **options))
     same_as_reference("dense_apply", node.dense_case(500, **options))
 

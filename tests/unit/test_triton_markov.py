@@ -53,12 +53,12 @@ def test_markov_encode_for_every_tail(grad_dtype: torch.dtype | None, momentum: 
 
 @each_life
 @each_momentum
-def test_markov_encode_for_many_runs_and_steps(momentum: bool, alive: str) -> None:
-    case = markov_encode_case(TILE + 900, seed=4, pieces=4, momentum=momentum, alive=alive, shift=2 * WORD)
+def test_markov_encode_for_many_runs_and_steps(momentum: bool, active: str) -> None:
+    case = markov_encode_case(TILE + 900, seed=4, pieces=4, momentum=momentum, active=active, shift=2 * WORD)
     for step in range(2):
         case["grad"] = hard_gradient(TILE + 900, torch.float32, random(step))
         same_on_triton("markov_encode", case)
-        case["mode"] = Say.GREETING
+        case["mode"] = Say.ACTIVATION
 
 
 @each_mode
@@ -87,10 +87,10 @@ def test_markov_encode_of_huge_memories(momentum: bool, mode: int) -> None:
 
 @each_life
 @pytest.mark.parametrize("workers", [1, 2, 3, 8])
-def test_markov_merge_for_every_tail(workers: int, alive: str) -> None:
+def test_markov_merge_for_every_tail(workers: int, active: str) -> None:
     for seed, count in enumerate(FEW):
         case = markov_merge_case(
-            count, workers=workers, seed=seed, alive=alive, pieces=1 + seed % 3, shift=WORD * (seed % 5 > 0)
+            count, workers=workers, seed=seed, active=active, pieces=1 + seed % 3, shift=WORD * (seed % 5 > 0)
         )
         same_on_triton("markov_merge", case)
 

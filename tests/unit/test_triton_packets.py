@@ -13,10 +13,10 @@ from torch import Tensor
 from tests.unit.kernel_cases import allocation, guarded, random, random_bytes
 from tests.unit.kernel_cases import twin as twin
 from thinwire.kernels.header import (
+    ACTIVATION,
     CHECKED,
     CHECKSUM_FORMAT,
     FIELDS_FORMAT,
-    GREETING,
     HEADER_BYTES,
     HEARD,
     NONFINITE,
@@ -34,7 +34,7 @@ GROUP, TILE = 4 * 128, 4 * 128 * 16
 LENGTHS = (0, 4, GROUP - 32, GROUP - 28, GROUP - 24, TILE - 32, TILE - 28, TILE - 24, 2 * TILE + 500)
 """Of what follows the header, in bytes: checksums are computed of groups and tiles of words."""
 FIELDS = ("checksum", "magic", "version", "flags", "sender", "step", "bucket", "length", "layout")
-EXPECTED: dict[str, int] = {"step": 2**33 + 5, "bucket": 3, "flags": GREETING, "layout": 0xFEDCBA98}
+EXPECTED: dict[str, int] = {"step": 2**33 + 5, "bucket": 3, "flags": ACTIVATION, "layout": 0xFEDCBA98}
 
 
 def operation(name: str) -> Any:
@@ -111,7 +111,7 @@ def test_seal_for_every_length(length: int) -> None:
 
 
 @pytest.mark.parametrize("raised", [0, NONFINITE, REFUSED, NONFINITE | REFUSED, 0xFF00])
-@pytest.mark.parametrize("flags", [0, GREETING, SYNCHRONIZE | REFUSED])
+@pytest.mark.parametrize("flags", [0, ACTIVATION, SYNCHRONIZE | REFUSED])
 def test_seal_says_what_has_been_raised(raised: int, flags: int) -> None:
     packets = guarded(random_bytes(1, HEADER_BYTES + 8, generator=random(0)))
     said = {"step": 2**40 + 1, "bucket": 2**32 - 1, "sender": 65535, "flags": flags, "layout": 2**32 - 1}
@@ -161,8 +161,8 @@ def test_check_of_any_number_of_rows(rows: int) -> None:
         ("layout", {"layout": 0x7EDCBA98}),
         ("greeting", {"flags": 0}),
         ("greeting", {"flags": SYNCHRONIZE}),
-        ("synchronize", {"flags": GREETING | SYNCHRONIZE}),
-        ("synchronize", {"flags": GREETING | SYNCHRONIZE | NONFINITE | REFUSED}),
+        ("synchronize", {"flags": ACTIVATION | SYNCHRONIZE}),
+        ("synchronize", {"flags": ACTIVATION | SYNCHRONIZE | NONFINITE | REFUSED}),
         ("magic", {"magic": 1, "version": 1, "sender": 9, "step": 0}),
         ("step", {"step": 1, "bucket": 9, "layout": 9, "flags": SYNCHRONIZE}),
     ],
@@ -192,7 +192,7 @@ def test_check_sees_every_byte(byte: int) -> None:
 
 def test_check_notes_the_lowest_row_and_what_all_have_raised() -> None:
     packets = sealed(6, 16)
-    forge(packets[4], flags=GREETING | NONFINITE)
+    forge(packets[4], flags=ACTIVATION | NONFINITE)
     assert checked(packets)["FLAGS"] == NONFINITE
     forge(packets[3], bucket=8)
     forge(packets[2], step=9)
@@ -203,7 +203,7 @@ def test_check_notes_the_lowest_row_and_what_all_have_raised() -> None:
 
 def test_check_hears_of_a_refusal() -> None:
     packets = sealed(3, 16)
-    forge(packets[1], flags=GREETING | REFUSED)
+    forge(packets[1], flags=ACTIVATION | REFUSED)
     forge(packets[2], step=9)
     noted = checked(packets)
     assert (noted["CODE"], noted["SENDER"], noted["GOT"], noted["WANT"]) == (HEARD, 2, 0, 0)
@@ -233,7 +233,7 @@ def test_check_is_content_with_one_good_copy(copies: int) -> None:
 
 def test_check_takes_what_the_first_good_copy_has_raised() -> None:
     packets = sealed(1, 16, copies=2)
-    forge(packets[0].view(2, -1)[1], flags=GREETING | NONFINITE)
+    forge(packets[0].view(2, -1)[1], flags=ACTIVATION | NONFINITE)
     assert checked(packets, copies=2)["FLAGS"] == 0
     packets[0, 0] ^= 1
     assert checked(packets, copies=2)["FLAGS"] == NONFINITE

@@ -10,7 +10,7 @@ import torch
 
 from tests.unit import test_kernels as flat
 from tests.unit import test_kernels_node as node
-from tests.unit.kernel_cases import encode_case, guarded, random_bytes, roll_call_case
+from tests.unit.kernel_cases import activity_refresh_case, encode_case, guarded, random_bytes
 from tests.unit.kernel_cases import random as generator
 from tests.unit.markov_cases import (
     amsgrad_case,
@@ -87,7 +87,7 @@ def _finding_more() -> Iterator[Call]:
         yield "momentum_sum", momentum_sum_case(**AT, grad_dtype=grad)
         yield "markov_encode", markov_encode_case(**AT, grad_dtype=grad, momentum=momentum)
         yield "markov_difference", markov_difference_case(**AT, grad_dtype=grad, momentum=momentum)
-    for say in (Say.GREETING, Say.RECALL):
+    for say in (Say.ACTIVATION, Say.RECALL):
         yield "markov_encode", markov_encode_case(**AT, mode=say)
     # With a scale that only the device knows, a gradient that begins at an odd element, and averages that never fall.
     of = {"grad_dtype": BF16, "state_dtype": FP32, "grad_off": 1, "scale": torch.ones(1)}
@@ -133,11 +133,11 @@ def _merging() -> Iterator[Call]:
     for state in (FP32, BF16):
         merge = sign_merge_case(**AT, workers=4, state_dtype=state)
         yield "sign_merge", merge | {"last_scale": torch.ones(1)}
-    yield "roll_call", roll_call_case(300, 4, 0, 256, 7, 3, FP32)
+    yield "activity_refresh", activity_refresh_case(300, 4, 0, 256, 7, 3, FP32)
     yield "mean", node.mean_case(4, 5000, seed=3, dtype=BF16)
     yield "markov_merge", markov_merge_case(**AT, workers=4)
-    for workers, alive in ((4, None), (33, "some")):
-        yield "vote_bit", flat.vote_case(workers, 300, alive, 3, signal=alive is not None)
+    for workers, active in ((4, None), (33, "some")):
+        yield "vote_bit", flat.vote_case(workers, 300, active, 3, signal=active is not None)
     yield "vote_majority", flat.majority_case(4, 300, "some", 3)
     yield "vote_count", flat.count_case(4, 300, "some", 3)
     yield "lamb_measure", lamb_measure_case(**AT, low_dtype=BF16)
@@ -147,7 +147,7 @@ def _merging() -> Iterator[Call]:
 
 
 def _merging_more() -> Iterator[Call]:
-    yield "roll_call", roll_call_case(300, 4, 0, 256, 7, 3, BF16)
+    yield "activity_refresh", activity_refresh_case(300, 4, 0, 256, 7, 3, BF16)
     yield "mean", node.mean_case(4, 5000, seed=3, dtype=FP32)
     for workers in (1, 2, 4, 8, 16, 64, 128):
         yield "vote_bit", flat.vote_case(workers, 300, "some", 3)

@@ -185,7 +185,7 @@ class Loading:
     def _adopt(self, directory: Path, manifest: Manifest, how: Policy) -> dict[str, Any]:
         """Let ranks that are others than those that saved make a state of what there is."""
 
-        def read() -> tuple[Contents, Contents, _elastic.Estate]:
+        def read() -> tuple[Contents, Contents, _elastic.SavedState]:
             _require_all(directory, manifest)
             model_state, first = _read(directory, manifest, 0)
             _contents.check_model_state(self._module, model_state)
@@ -197,8 +197,8 @@ class Loading:
             run = SavedRun(manifest.nodes, manifest.bucket_mb, state_of)
             return model_state, first, _elastic.read(self._optimizer, run, how)
 
-        model_state, first, estate = self._together(directory, read)
-        self._change(directory, model_state, lambda: _elastic.hand_over(self._optimizer, estate))
+        model_state, first, saved_state = self._together(directory, read)
+        self._change(directory, model_state, lambda: _elastic.hand_over(self._optimizer, saved_state))
         return first["extra"]
 
     def _change(self, directory: Path, model_state: Contents, apply: Callable[[], None]) -> None:

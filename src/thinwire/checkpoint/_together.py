@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from thinwire.errors import CorruptCheckpoint, PeerLost, name_ranks
-from thinwire.wire.peers import Peers
+from thinwire.transport.peers import Peers
 
 T = TypeVar("T")
 

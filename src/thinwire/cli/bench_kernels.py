@@ -11,11 +11,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from thinwire.codecs.count_sketch import CountSketch
+from thinwire.compressors.codecs.count_sketch import CountSketch
 from thinwire.kernels import native, reference
 from thinwire.kernels.modes import Output, Say, Source
 from thinwire.kernels.ops import BACKENDS
-from thinwire.wire.packet import HEADER_BYTES
+from thinwire.transport.packet import HEADER_BYTES
 
 _VOTERS = 8
 _TELLERS = 4
@@ -97,7 +97,7 @@ def _birder_cases(grad: Tensor) -> list[_Case]:
     votes = torch.randint(0, 256, (_VOTERS, up.numel()), dtype=torch.uint8)
     planes = _VOTERS.bit_length()
     counts = torch.zeros(HEADER_BYTES + planes * (elements // 8), dtype=torch.uint8)
-    alive = torch.full((words,), -1, dtype=torch.int64)
+    active = torch.full((words,), -1, dtype=torch.int64)
     x = torch.randn(elements)
     master = torch.randn(elements)
     low = master.to(torch.bfloat16)
@@ -106,24 +106,24 @@ def _birder_cases(grad: Tensor) -> list[_Case]:
     def encode(gradient: Tensor, state_dtype: torch.dtype) -> Callable[[], object]:
         runs = _one_run(elements)
         m, b = (torch.zeros(elements, dtype=state_dtype) for _ in range(2))
-        return lambda: kernels.birder_encode(runs, gradient, m, b, alive, up, **_RULE)
+        return lambda: kernels.birder_encode(runs, gradient, m, b, active, up, **_RULE)
 
     def apply(parameter: Tensor, narrow: Tensor | None, *, counted: bool) -> Callable[[], object]:
         runs = _one_run(elements)
         answer = {"planes": planes, "workers": _VOTERS} if counted else {"planes": 1, "workers": 0}
         packets = counts if counted else up
-        return lambda: kernels.birder_apply(runs, parameter, narrow, alive, packets, **answer, lr=1e-3, decay=0.9999)
+        return lambda: kernels.birder_apply(runs, parameter, narrow, active, packets, **answer, lr=1e-3, decay=0.9999)
 
     at = {"first_word": 0, "words": words, "answer_byte": HEADER_BYTES, "signal": signal}
 
     def vote_bit() -> None:
-        kernels.vote_bit(votes, HEADER_BYTES, alive, **at, answer=up, key=2)
+        kernels.vote_bit(votes, HEADER_BYTES, active, **at, answer=up, key=2)
 
     def vote_majority() -> None:
-        kernels.vote_majority(votes, HEADER_BYTES, alive, **at, answer=up, casting=2)
+        kernels.vote_majority(votes, HEADER_BYTES, active, **at, answer=up, casting=2)
 
     def vote_count() -> None:
-        kernels.vote_count(votes, HEADER_BYTES, alive, **at, answer=counts, planes=planes)
+        kernels.vote_count(votes, HEADER_BYTES, active, **at, answer=counts, planes=planes)
 
     fp32, bf16 = torch.float32, torch.bfloat16
     return [
@@ -222,7 +222,7 @@ def _markov_cases(grad: Tensor) -> list[_Case]:
     packets = torch.zeros(HEADER_BYTES + elements // 8, dtype=torch.uint8)
     rows = torch.randint(0, 256, (_TELLERS, packets.numel()), dtype=torch.uint8)
     said = torch.zeros(elements // 64, dtype=torch.int64)
-    alive = torch.full((elements // 64,), -1, dtype=torch.int64)
+    active = torch.full((elements // 64,), -1, dtype=torch.int64)
     busy = torch.zeros(elements // 64, dtype=torch.uint8)
     scales, row_scales, sums = torch.ones(1), torch.ones(_TELLERS), torch.zeros(1, 3, dtype=torch.float64)
     followed, mean = torch.zeros(elements), torch.zeros(elements)
@@ -230,19 +230,19 @@ def _markov_cases(grad: Tensor) -> list[_Case]:
 
     def encode(momentum: Tensor | None) -> Callable[[], object]:
         known = torch.zeros(elements)
-        words = (said, busy, alive, alive)
+        words = (said, busy, active, active)
         rule = {"beta": 0.9, "weight": 0.1, "scale": 1.0, "shift": 0, "mode": Say.ORDINARY}
         return lambda: kernels.markov_encode(
             runs, grad, momentum, known, *words, packets, sent_scales=scales, sums=sums, **rule
         )
 
     def merge() -> None:
-        kernels.markov_merge(runs, rows, mean, followed, alive, packets, scales=row_scales, sums=sums, shift=0)
+        kernels.markov_merge(runs, rows, mean, followed, active, packets, scales=row_scales, sums=sums, shift=0)
 
     def apply() -> None:
         step = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "rate": 1e-3, "correction": 1.0, "decay": 0.9999}
         states = (followed, m, v, peak)
-        kernels.amsgrad_apply(runs, x, None, *states, packets, scales, alive, **step, source=Source.SIGNS)
+        kernels.amsgrad_apply(runs, x, None, *states, packets, scales, active, **step, source=Source.SIGNS)
 
     return [
         _Case("Markov encode, time in memcpys", encode(None), 12.625, judged="time"),
@@ -297,7 +297,7 @@ def _slow_encodes(grad: Tensor) -> list[tuple[str, Callable[[], object], float]]
     m, b = torch.zeros(elements), torch.zeros(elements)
     weights = 2 ** torch.arange(8, dtype=torch.uint8)
     packed = torch.empty(HEADER_BYTES + elements // 8, dtype=torch.uint8)
-    alive = torch.full((elements // 64,), -1, dtype=torch.int64)
+    active = torch.full((elements // 64,), -1, dtype=torch.int64)
     part = max(64, elements // 20 // 64 * 64)
 
     def eager() -> None:
@@ -307,7 +307,7 @@ def _slow_encodes(grad: Tensor) -> list[tuple[str, Callable[[], object], float]]
         packed[HEADER_BYTES:] = (bits.view(-1, 8) * weights).sum(1, dtype=torch.uint8)
 
     def ours() -> None:
-        reference.birder_encode(_one_run(part), grad, m, b, alive, packed, **_RULE)
+        reference.birder_encode(_one_run(part), grad, m, b, active, packed, **_RULE)
 
     return [("eager torch with torch.rand", eager, 1.0), ("the torch reference", ours, part / elements)]
 

@@ -15,7 +15,7 @@ NONFINITE = 1
 """A gradient of the sender was not finite: nobody takes this step."""
 REFUSED = 2
 """The sender got a packet that it could not accept: everybody stops."""
-GREETING = 4
+ACTIVATION = 4
 """The bits say which coordinates live, not which way they vote."""
 SYNCHRONIZE = 8
 """An exchange by itself, outside of any step."""

@@ -31,7 +31,7 @@ class Say(enum.IntEnum):
 
     ORDINARY = 0
     """The difference between a gradient, or a momentum, and what is known of it."""
-    GREETING = 1
+    ACTIVATION = 1
     """Hellos only; a gradient is kept, to be said in a RECALL."""
     RECALL = 2
 

@@ -31,7 +31,7 @@ class Kernels:
     birder_encode: Callable[..., bool | None]
     birder_direction: Callable[..., bool | None]
     mean: Callable[[Tensor, Tensor], None]
-    roll_call: Callable[..., None]
+    activity_refresh: Callable[..., None]
     vote_bit: Callable[..., None]
     vote_majority: Callable[..., None]
     vote_count: Callable[..., None]
@@ -68,7 +68,7 @@ class Kernels:
     packet_check: Callable[..., None]
 
     def any_of(self, rows: Tensor, byte: int, words: int, answer: Tensor, answer_byte: int) -> None:
-        """The *or* of all rows: what a vote is where nobody is known to be alive."""
+        """The *or* of all rows: what a vote is where nobody is known to be active."""
         self.vote_bit(
             rows, byte, None, first_word=0, words=words, answer=answer, answer_byte=answer_byte, key=0, signal=None
         )

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from thinwire.compressors.dense import Dense
+from thinwire.compressors.scaled_sign import ScaledSign
 from thinwire.kernels.modes import Scale
 from thinwire.optimizers._base import WireOptimizer
 from thinwire.optimizers._inputs import check_number
 from thinwire.optimizers._options import Unpack, WireOptions
 from thinwire.optimizers._state import Check, LayerNumbers, State, Tensors, amounts, counts
-from thinwire.schemes import Scheme
-from thinwire.schemes.dense import Dense
-from thinwire.schemes.scaled_sign import ScaledSign
-from thinwire.wire.buckets import Layout
-from thinwire.wire.mail import Part
+from thinwire.transport.buffers import Part
+from thinwire.transport.compressor import Compressor
+from thinwire.transport.layout import Layout
 
 DENSE = "dense"
 SIGNS = "signs"
@@ -98,7 +98,7 @@ class AdamFamily(AdamLike):
         # Scales belong to shards of buckets: other buckets would be another run.
         return {"bucket_mb": self._bucket_mb}
 
-    def _declare(self, layout: Layout) -> tuple[dict[str, Scheme], State]:
+    def _declare(self, layout: Layout) -> tuple[dict[str, Compressor], State]:
         self._m = torch.zeros(layout.size, dtype=torch.float32, device=layout.device)
         self._v = torch.zeros(layout.size, dtype=torch.float32, device=layout.device)
         state = State(whole={"m": self._m, "v": self._v})
@@ -142,7 +142,7 @@ class AdamFamily(AdamLike):
                 low,
                 self._m,
                 self._v,
-                self._channel.mail.answers if signs is None else signs.answer,
+                self._channel.buffers.answers if signs is None else signs.answer,
                 None if signs is None else signs.answer_scales,
                 beta1=beta1,
                 beta2=beta2,

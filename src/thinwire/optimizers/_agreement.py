@@ -15,7 +15,7 @@ from thinwire._version import __version__
 from thinwire.errors import name_ranks
 from thinwire.optimizers import _state_dict
 from thinwire.optimizers._inputs import checksum
-from thinwire.wire.peers import Peers
+from thinwire.transport.peers import Peers
 
 if TYPE_CHECKING:
     from thinwire.optimizers._base import WireOptimizer

@@ -1,8 +1,8 @@
 """The one file that orders the stages of a step.
 
-    gradients → bucket → [mean over the node] → local rule → scheme → exchange → apply → metrics
+    gradients → bucket → [mean over the node] → local rule → compressor → exchange → apply → metrics
 
-A paper is a subclass. It says what it keeps and by which schemes it speaks (`_declare`), which of them this step uses
+A paper is a subclass. It says what it keeps and which compressors it uses (`_declare`), which of them this step uses
 (`_channel_now`), what it sends (`_local`), and what everybody does with the answer (`_apply`). When and by whom these
 are called is decided here and is the same for all: by `step()`, or, for a model given to `thinwire.attach`, as soon as
 backward has a gradient.
@@ -30,18 +30,18 @@ from thinwire.optimizers._inputs import LOW_PRECISION, check_parameters, form_of
 from thinwire.optimizers._options import spelled_out
 from thinwire.optimizers._paper import LOCAL
 from thinwire.optimizers._safety import ReplicaCheck, Skips
-from thinwire.optimizers._stream import Side, StreamTraffic
-from thinwire.optimizers._traffic import AnyNode, AnyTraffic, Channel, Link, Presence, Traffic
 from thinwire.optimizers._unseen import UnseenSteps
-from thinwire.wire import packet
-from thinwire.wire.buckets import Layout, bucket_elements, is_dense
-from thinwire.wire.device_node import DeviceNode
-from thinwire.wire.exchange import Job
-from thinwire.wire.mail import Part
-from thinwire.wire.memory import HOST
-from thinwire.wire.node import Node
-from thinwire.wire.peers import Peers
-from thinwire.wire.topology import Choice, choose
+from thinwire.transport import packet
+from thinwire.transport.buffers import Part
+from thinwire.transport.device_node import DeviceNode
+from thinwire.transport.exchange import Job
+from thinwire.transport.lanes import AnyNode, Channel, LaneTransport, Link, Presence, Transport
+from thinwire.transport.layout import Layout, bucket_elements, is_dense
+from thinwire.transport.memory import HOST
+from thinwire.transport.node import Node
+from thinwire.transport.peers import Peers
+from thinwire.transport.side_stream import Side, StreamTransport
+from thinwire.transport.topology import Choice, choose
 
 
 class WireOptimizer(UnseenSteps):
@@ -89,7 +89,7 @@ class WireOptimizer(UnseenSteps):
         self._topology = choose(topology, mesh, self._peers)
         self._meter = Meter()
         self._step_count = torch.zeros((), dtype=torch.int64, device=HOST)
-        self._traffic: AnyTraffic | None = None
+        self._transport: Transport | None = None
         """Opened when all ranks have agreed, at the first step or by `attach`."""
         self._repeats = False
         self._names: dict[Tensor, str] = {}
@@ -164,10 +164,10 @@ class WireOptimizer(UnseenSteps):
         """The parameters that take part, in the order of the flat space."""
         self._group_index = [held[slot.index][1] for slot in layout.slots]
         self._layout = layout
-        schemes, self._kept = self._declare(layout)
+        compressors, self._kept = self._declare(layout)
         self._channels = {
-            name: Channel(scheme, layout, topology, number, local=name == LOCAL)
-            for number, (name, scheme) in enumerate(schemes.items())
+            name: Channel(compressor, layout, topology, number, local=name == LOCAL)
+            for number, (name, compressor) in enumerate(compressors.items())
         }
         self._kept_of, self._shown_of = [], []
         for position, p in enumerate(self._flat_params):
@@ -195,7 +195,7 @@ class WireOptimizer(UnseenSteps):
             RuntimeError: on every rank, when ranks disagree; after `close()`.
             ValueError: on every rank, when the ranks of nodes cannot be told, or are unequally many.
         """
-        if self._traffic is not None and names is None:
+        if self._transport is not None and names is None:
             return
         if self._closed:
             raise RuntimeError(
@@ -209,9 +209,9 @@ class WireOptimizer(UnseenSteps):
         self._agreed = True
         if self._topology.complaint is not None:
             raise ValueError(self._topology.complaint)
-        if self._traffic is None:
+        if self._transport is None:
             link = self._join(name)
-            self._traffic = Traffic(link) if self._side is None else StreamTraffic(link, self._side)
+            self._transport = LaneTransport(link) if self._side is None else StreamTransport(link, self._side)
 
     def _join(self, name: str) -> Link:
         """Connect this rank to those that it exchanges with; `name` is the same on all ranks, and new."""
@@ -220,8 +220,8 @@ class WireOptimizer(UnseenSteps):
         of_node = peers.connect(topology.node_ranks(), f"{name}/node {topology.node}", device)
         node = None
         if of_node is not None:
-            mail = self._channel.mail
-            arguments = (mail, topology, of_node, self._node_dtype, self._kernels, self._meter)
+            buffers = self._channel.buffers
+            arguments = (buffers, topology, of_node, self._node_dtype, self._kernels, self._meter)
             node = Node(*arguments) if self._side is None else DeviceNode(*arguments, self._side.report.status)
         return Link(of_slice, of_node, node, self._kernels, self._meter, threaded=peers.threaded)
 
@@ -240,9 +240,9 @@ class WireOptimizer(UnseenSteps):
 
         Ranks that still expect packets of this one fail at once instead of taking those of another stage for theirs.
         """
-        if self._traffic is not None:
-            self._traffic.close()
-            self._traffic = None
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = None
             for channel in self._channels.values():
                 channel.disconnect()
 
@@ -262,7 +262,7 @@ class WireOptimizer(UnseenSteps):
         if self._channel.released:
             self._channel.restore()
         self._under_way = False
-        self._missing = [len(parts) for parts in self._channel.mail.contents]
+        self._missing = [len(parts) for parts in self._channel.buffers.contents]
         self._submitted = 0
 
     @torch.no_grad()
@@ -288,13 +288,13 @@ class WireOptimizer(UnseenSteps):
         gradients = [gradient_of(self._flat_params[position]) for position in rest]
         self._prepare()
         self._learn()
-        with self._open_traffic().whole_or_not_at_all():
+        with self._open_transport().abort_on_error():
             for position, grad in zip(rest, gradients, strict=True):
                 self._encode(position, grad, scale)
             together = self._skips_together
             seen = self._wait()
             flags = self._settle(seen)
-            self._open_traffic().refuse()
+            self._open_transport().refuse()
             # A paper may take a step all the same, or hear of others' gradients only when it settles.
             self._overflowed = bool((seen | flags) & packet.NONFINITE)
             if flags & packet.NONFINITE:
@@ -318,11 +318,11 @@ class WireOptimizer(UnseenSteps):
     def _encode_early(self, position: int, scale: Scale) -> None:
         """Encode one parameter's gradient before `step()` asks for it. Called by `attach` during backward."""
         self._refuse_capture(self._layout.device)
-        if self._traffic is None:
+        if self._transport is None:
             # After load_state_dict() all ranks agree again, in step(): not here, because backward passes of different
             # ranks are at different places among the collectives of the user's own.
             return
-        with self._open_traffic().whole_or_not_at_all():
+        with self._open_transport().abort_on_error():
             self._encode(position, gradient_of(self._flat_params[position]), scale)
 
     def _encode(self, position: int, grad: Tensor | None, scale: Scale) -> None:
@@ -334,12 +334,12 @@ class WireOptimizer(UnseenSteps):
                 "the model first, and make the optimizer then"
             )
         self._encoded[position] = True
-        traffic, channel = self._open_traffic(), self._channel
+        transport, channel = self._open_transport(), self._channel
         if not self._under_way:
             self._under_way = True
             self._before_exchange()
-            traffic.begin(channel, self._node, self._step_number)
-        for part in channel.mail.parts[position]:
+            transport.begin(channel, self._node, self._step_number)
+        for part in channel.buffers.parts[position]:
             bucket = part.frame.bucket
             if grad is not None:
                 self._presence.now[bucket.index] |= part.presence
@@ -351,43 +351,43 @@ class WireOptimizer(UnseenSteps):
             self._missing[bucket.index] -= 1
             # In order, whatever the order of the gradients: lanes take the same bucket after the same on all ranks.
             while self._submitted < len(self._missing) and not self._missing[self._submitted]:
-                self._submit(traffic, self._submitted)
+                self._submit(transport, self._submitted)
                 self._submitted += 1
 
     @property
     def _node(self) -> AnyNode | None:
-        return self._open_traffic().link.node
+        return self._open_transport().link.node
 
-    def _open_traffic(self) -> AnyTraffic:
-        assert self._traffic is not None, "step() and attach() prepare before anything is encoded"
-        return self._traffic
+    def _open_transport(self) -> Transport:
+        assert self._transport is not None, "step() and attach() prepare before anything is encoded"
+        return self._transport
 
     def _encode_part(self, position: int, part: Part, grad: Tensor | None, group: dict[str, Any], scale: Scale) -> int:
         with self._meter.encode:
             return packet.NONFINITE if self._local(position, part, grad, group, scale) else 0
 
-    def _submit(self, traffic: AnyTraffic, bucket: int) -> None:
-        job = Job(self._channel.mail.frames[bucket], self._step_number, self._flags_sent)
+    def _submit(self, transport: Transport, bucket: int) -> None:
+        job = Job(self._channel.buffers.frames[bucket], self._step_number, self._flags_sent)
         encode_mean = None
         if self._node is not None:
             # A scheduler may change the groups while the lanes are still at it.
             groups = [dict(group) for group in self.param_groups]
             encode_mean = functools.partial(self._encode_mean, groups)
-        traffic.submit(job, self._presence, encode_mean, gradients=not self._repeats)
+        transport.submit(job, self._presence, encode_mean, gradients=not self._repeats)
 
     def _encode_mean(self, groups: list[dict[str, Any]], position: int, part: Part, mean: Tensor | None) -> int:
         return self._encode_part(position, part, mean, groups[self._group_index[position]], 1.0)
 
     def _wait(self) -> int:
         assert self._submitted == len(self._missing), "all buckets are under way"
-        traffic = self._open_traffic()
-        if isinstance(traffic, StreamTraffic) and self._side is not None and self._needs_no_host:
+        transport = self._open_transport()
+        if isinstance(transport, StreamTransport) and self._side is not None and self._needs_no_host:
             self._side.unseen = True
-            traffic.join()
+            transport.join()
             return 0
         with self._meter.exposed_wait:
-            traffic.drain()
-        return traffic.flags_seen
+            transport.drain()
+        return transport.flags_seen
 
     def _finish_exchange(self) -> None:
         """End an exchange that backward has begun and no step() will end: all ranks send all of it, for nothing."""
@@ -408,19 +408,19 @@ class WireOptimizer(UnseenSteps):
 
     def _present(self) -> list[int]:
         """The positions of the parameters that have a gradient on some worker, as the answers say."""
-        if isinstance(self._traffic, StreamTraffic):
-            return self._present_on(self._traffic)
-        mail = self._channel.mail
-        present = [mail.read_presence(frame) for frame in mail.frames]
+        if isinstance(self._transport, StreamTransport):
+            return self._present_on(self._transport)
+        buffers = self._channel.buffers
+        present = [buffers.read_presence(frame) for frame in buffers.frames]
         return [
             position
-            for position, parts in enumerate(mail.parts)
+            for position, parts in enumerate(buffers.parts)
             if parts and present[parts[0].frame.bucket.index] & parts[0].presence
         ]
 
     def _apply_all(self) -> None:
         for position in self._present():
-            p, parts = self._flat_params[position], self._channel.mail.parts[position]
+            p, parts = self._flat_params[position], self._channel.buffers.parts[position]
             dense = p if is_dense(p) else p.contiguous()
             master = self._kept_of[position].get("master")
             x, low = (dense, None) if master is None else (master, dense)
@@ -436,8 +436,8 @@ class WireOptimizer(UnseenSteps):
 
     def _drain(self) -> None:
         self._learn()
-        if self._traffic is not None:
-            self._traffic.drain()
+        if self._transport is not None:
+            self._transport.drain()
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(

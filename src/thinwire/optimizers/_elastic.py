@@ -34,10 +34,10 @@ from torch.optim import Optimizer
 from thinwire.optimizers import _state_dict
 from thinwire.optimizers._base import WireOptimizer
 from thinwire.optimizers._state import State, Tensors
-from thinwire.wire.buckets import WORD, Layout
-from thinwire.wire.memory import HOST
-from thinwire.wire.peers import Peers
-from thinwire.wire.topology import Topology
+from thinwire.transport.layout import WORD, Layout
+from thinwire.transport.memory import HOST
+from thinwire.transport.peers import Peers
+from thinwire.transport.topology import Topology
 
 Policy = Literal["average", "reset"]
 
@@ -73,7 +73,7 @@ class SavedRun:
 
 
 @torch.no_grad()
-def read(optimizer: WireOptimizer, run: SavedRun, how: Policy) -> Estate:
+def read(optimizer: WireOptimizer, run: SavedRun, how: Policy) -> SavedState:
     """Read and check the states of all ranks of a run, for `hand_over`. Nothing is changed.
 
     Raises:
@@ -81,20 +81,20 @@ def read(optimizer: WireOptimizer, run: SavedRun, how: Policy) -> Estate:
     """
     if how not in get_args(Policy):
         raise ValueError(f"how={how!r}: expected 'average' or 'reset'")
-    estate = Estate()
+    saved_state = SavedState()
     for rank in range(run.size):
-        _read(optimizer, run, rank, estate, private=how == "average")
-    return estate
+        _read(optimizer, run, rank, saved_state, private=how == "average")
+    return saved_state
 
 
 @torch.no_grad()
-def hand_over(optimizer: WireOptimizer, estate: Estate) -> None:
+def hand_over(optimizer: WireOptimizer, saved_state: SavedState) -> None:
     """Go on from the states of a run. To be called on all ranks, when the model's parameters have been loaded.
 
     Parameters are changed where replicas differed when they were saved.
     """
     heir = twin_of(optimizer, optimizer._peers, optimizer._topology, optimizer._bucket_mb)
-    estate.hand_over(heir)
+    saved_state.hand_over(heir)
     optimizer.load_state_dict(heir.state_dict())
 
 
@@ -107,7 +107,7 @@ def adopt(optimizer: WireOptimizer, run: SavedRun, how: Policy) -> None:
     hand_over(optimizer, read(optimizer, run, how))
 
 
-def _read(optimizer: WireOptimizer, run: SavedRun, rank: int, estate: Estate, *, private: bool) -> None:
+def _read(optimizer: WireOptimizer, run: SavedRun, rank: int, saved_state: SavedState, *, private: bool) -> None:
     twin = twin_of(optimizer, Peers(None, rank, run.size), run.topology_of(rank), run.bucket_mb)
     twin.load_state_dict(run.state_of(rank))
     if twin._needs_compression and not optimizer._topology.compresses:
@@ -116,7 +116,7 @@ def _read(optimizer: WireOptimizer, run: SavedRun, rank: int, estate: Estate, *,
             f"single node of {optimizer._topology.slices} ranks nothing is compressed, and that stage never ends: "
             "use topology='flat', or as many nodes as before, or a checkpoint from before the freeze"
         )
-    estate.add(twin, twin._portable(private=private))
+    saved_state.add(twin, twin._portable(private=private))
 
 
 def twin_of(optimizer: WireOptimizer, peers: Peers, topology: Topology, bucket_mb: float | None) -> WireOptimizer:
@@ -127,7 +127,7 @@ def twin_of(optimizer: WireOptimizer, peers: Peers, topology: Topology, bucket_m
     twin: WireOptimizer = object.__new__(type(optimizer))
     vars(twin).update(vars(optimizer))
     twin._peers, twin._topology, twin._bucket_mb = peers, topology, bucket_mb
-    twin._traffic, twin._loading, twin._built, twin._agreed = None, [], False, False
+    twin._transport, twin._loading, twin._built, twin._agreed = None, [], False, False
     twin._skips = copy.copy(optimizer._skips)
     twin._step_count = torch.zeros_like(optimizer._step_count)
     # Not the parameters themselves but their values: what was frozen when the optimizer was made counts, not what is.
@@ -145,7 +145,7 @@ def twin_of(optimizer: WireOptimizer, peers: Peers, topology: Topology, bucket_m
 
 
 @dataclass
-class Estate:
+class SavedState:
     """What the ranks of a run leave behind, a rank after the other, with nothing in it of how the space was cut."""
 
     progress: dict[str, Any] = field(default_factory=dict)

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from thinwire.compressors.scaled_sign import ScaledSign
 from thinwire.optimizers import _warmup
 from thinwire.optimizers._adam import DENSE, SIGNS, AdamFamily, check_error_dtype, check_floor, keep_signs
 from thinwire.optimizers._options import Unpack, WireOptions
 from thinwire.optimizers._state import State, steps_then_numbers
 from thinwire.optimizers._warmup import Warmup
-from thinwire.schemes import Scheme
-from thinwire.schemes.scaled_sign import ScaledSign
-from thinwire.wire.buckets import Layout
-from thinwire.wire.mail import Part
+from thinwire.transport.buffers import Part
+from thinwire.transport.compressor import Compressor
+from thinwire.transport.layout import Layout
 
 
 class FrozenVariance(AdamFamily):
@@ -73,8 +73,8 @@ class FrozenVariance(AdamFamily):
     def _progress(self) -> dict[str, Any]:
         return {**super()._progress(), "the last step of the warm-up": self._warmup.ended_at or "none yet"}
 
-    def _declare(self, layout: Layout) -> tuple[dict[str, Scheme], State]:
-        schemes, state = super()._declare(layout)
+    def _declare(self, layout: Layout) -> tuple[dict[str, Compressor], State]:
+        compressors, state = super()._declare(layout)
         self._warmup = Warmup(self._warmup_steps, self._largest_beta2(), len(self.param_groups))
         state.common["warmup"] = self._warmup.memory
         state.checks["warmup"] = steps_then_numbers(2, freezes=self._topology.compresses)
@@ -85,8 +85,8 @@ class FrozenVariance(AdamFamily):
                 layout, self._topology.node, self._kernels, self._error_dtype, memory, remembers=self._remembers
             )
             keep_signs(state, self._signs)
-            schemes[SIGNS] = self._signs
-        return schemes, state
+            compressors[SIGNS] = self._signs
+        return compressors, state
 
     @property
     def _compressing(self) -> bool:
@@ -162,7 +162,7 @@ class FrozenVariance(AdamFamily):
             signs.sent.zero_()
             signs.sent_scales.zero_()
         # What a worker would send next without a gradient: its error, and what is left of the momentum that all share.
-        for position, parts in enumerate(self._channel.mail.parts):
+        for position, parts in enumerate(self._channel.buffers.parts):
             for part in parts:
                 self._local(position, part, None, self._group_of(position), 1.0)
         signs.sent_scales.zero_()  # it has not been sent

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 
 from thinwire.optimizers._base import WireOptimizer
-from thinwire.wire import packet
+from thinwire.transport import packet
 
 
 class Greeting(WireOptimizer):
@@ -21,9 +21,9 @@ class Greeting(WireOptimizer):
         return self._step_number == 1 and self._has_hellos
 
     def _first_flags(self) -> int:
-        return packet.GREETING if self._greets() else 0
+        return packet.ACTIVATION if self._greets() else 0
 
     def _exchange_after_greeting(self) -> int:
         """The second exchange; the flags seen."""
-        self._flags_sent &= ~packet.GREETING
+        self._flags_sent &= ~packet.ACTIVATION
         return self._exchange_again(self._channel_now())

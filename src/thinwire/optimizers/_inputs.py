@@ -11,7 +11,7 @@ from torch import Tensor
 
 from thinwire._checks import MANY, is_integer
 from thinwire.kernels import ops
-from thinwire.wire.buckets import is_dense
+from thinwire.transport.layout import is_dense
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 _DTYPES = (torch.float32, *LOW_PRECISION)

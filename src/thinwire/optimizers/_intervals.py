@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from thinwire.wire.memory import HOST
+from thinwire.transport.memory import HOST
 
 
 def variance_steps(scaler: int, last: int) -> frozenset[int]:

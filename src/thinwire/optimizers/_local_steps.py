@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.compressors.local import Alone, AmongNode
+from thinwire.compressors.scaled_sign import ScaledSign
 from thinwire.optimizers._adam import SIGNS, AdamFamily, keep_signs
 from thinwire.optimizers._intervals import Interval
 from thinwire.optimizers._paper import LOCAL
 from thinwire.optimizers._state import State, steps_then_numbers
-from thinwire.schemes import Scheme
-from thinwire.schemes.local import Alone, AmongNode
-from thinwire.schemes.scaled_sign import ScaledSign
-from thinwire.wire.buckets import Layout
-from thinwire.wire.memory import untouched_zeros
+from thinwire.transport.compressor import Compressor
+from thinwire.transport.layout import Layout
+from thinwire.transport.memory import untouched_zeros
 
 PRESENT, ANCHORED = 1, 2
 """Of a parameter since replicas were equal: it has had a gradient; it has moved, and its value from before is kept."""
@@ -41,24 +41,24 @@ class LocalSteps(AdamFamily):
             "the number of local steps since ranks were equal": self._interval.local_steps,
         }
 
-    def _declare(self, layout: Layout) -> tuple[dict[str, Scheme], State]:
-        schemes, state = super()._declare(layout)
+    def _declare(self, layout: Layout) -> tuple[dict[str, Compressor], State]:
+        compressors, state = super()._declare(layout)
         self._interval = Interval(len(self.param_groups))
         self._touched = self._layer_numbers("touched", state, layout, torch.int64, check=_check_touched)
         """Bits for each parameter: `PRESENT` and `ANCHORED`."""
         state.common["interval"] = self._interval.memory
         state.checks["interval"] = steps_then_numbers(2, freezes=self._topology.compresses)
         if not self._topology.compresses:
-            return schemes, state
+            return compressors, state
         self._signs = ScaledSign(layout, self._topology.node, self._kernels, self._error_dtype)
         keep_signs(state, self._signs)
         state.whole["anchor"] = untouched_zeros(layout.size, torch.float32, layout.device)
         self._own = Alone(self._m) if layout.slices == 1 else AmongNode(self._kernels)
-        return {**schemes, SIGNS: self._signs, LOCAL: self._own}, state
+        return {**compressors, SIGNS: self._signs, LOCAL: self._own}, state
 
     def _presence_since(self) -> list[int]:
         presence = [0] * len(self._layout.buckets)
-        for parts, touched in zip(self._channels[SIGNS].mail.parts, self._touched.now, strict=True):
+        for parts, touched in zip(self._channels[SIGNS].buffers.parts, self._touched.now, strict=True):
             if touched & PRESENT:
                 for part in parts:
                     presence[part.frame.bucket.index] |= part.presence

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Unpack  # which torch depends on; typing has it from Python 3.11 on
 
-from thinwire.wire.topology import Choice
+from thinwire.transport.topology import Choice
 
 __all__ = ["Unpack", "WireOptions", "spelled_out"]
 

@@ -16,12 +16,12 @@ from torch.optim import Optimizer
 
 from thinwire.kernels.modes import Scale
 from thinwire.optimizers._state import State, Tensors
-from thinwire.schemes import Scheme
-from thinwire.wire.buckets import Layout
-from thinwire.wire.mail import Part
+from thinwire.transport.buffers import Part
+from thinwire.transport.compressor import Compressor
+from thinwire.transport.layout import Layout
 
 LOCAL = "local"
-"""The name of a scheme whose packets stay inside the node."""
+"""The name of a compressor whose packets stay inside the node."""
 
 
 class Paper(Optimizer, abc.ABC):
@@ -52,10 +52,10 @@ class Paper(Optimizer, abc.ABC):
         """Arguments of the constructor, beyond those of parameter groups, on which all ranks must agree."""
 
     @abc.abstractmethod
-    def _declare(self, layout: Layout) -> tuple[dict[str, Scheme], State]:
-        """Allocate the flat state; tell by which schemes the optimizer speaks, and what is kept, to be saved.
+    def _declare(self, layout: Layout) -> tuple[dict[str, Compressor], State]:
+        """Allocate the flat state; tell by which compressors the optimizer speaks, and what is kept, to be saved.
 
-        A scheme whose name is LOCAL is for steps in which nothing leaves the node.
+        A compressor whose name is LOCAL is for steps in which nothing leaves the node.
         """
 
     @abc.abstractmethod
@@ -83,7 +83,7 @@ class Paper(Optimizer, abc.ABC):
         return {}
 
     def _channel_now(self) -> str:
-        """The name of the scheme of the step under way; the only one, unless a paper says otherwise."""
+        """The name of the compressor of the step under way; the only one, unless a paper says otherwise."""
         (name,) = self._channels
         return name
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.wire.buckets import WORD, Layout
-from thinwire.wire.memory import HOST
+from thinwire.transport.layout import WORD, Layout
+from thinwire.transport.memory import HOST
 
 Tensors = dict[str, Tensor]
 Check = Callable[[Tensor, int], str | None]

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from thinwire._checks import MANY
 from thinwire.optimizers._inputs import make_plain
 from thinwire.optimizers._state import Tensors
-from thinwire.wire.memory import HOST
+from thinwire.transport.memory import HOST
 
 if TYPE_CHECKING:
     from thinwire.optimizers._base import WireOptimizer

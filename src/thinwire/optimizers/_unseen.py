@@ -12,9 +12,9 @@ from thinwire.kernels.modes import Scale
 from thinwire.metrics import Meter
 from thinwire.optimizers._paper import Paper
 from thinwire.optimizers._safety import Skips
-from thinwire.optimizers._stream import Side, StreamTraffic
-from thinwire.optimizers._traffic import AnyTraffic
-from thinwire.wire import packet
+from thinwire.transport import packet
+from thinwire.transport.lanes import Transport
+from thinwire.transport.side_stream import Side, StreamTransport
 
 
 class UnseenSteps(Paper):
@@ -27,7 +27,7 @@ class UnseenSteps(Paper):
 
     _side: Side | None = None
     """Of the device; None on a CPU, where lanes are threads and the host always knows."""
-    _traffic: AnyTraffic | None
+    _transport: Transport | None
     _meter: Meter
     _skips: Skips
     _step_number: int
@@ -58,19 +58,19 @@ class UnseenSteps(Paper):
             CorruptPacket: when a packet was refused; nothing has been applied since.
             TooManySkips: as `step()` does.
         """
-        if not isinstance(self._traffic, StreamTraffic) or self._side is None or not self._is_unseen:
+        if not isinstance(self._transport, StreamTransport) or self._side is None or not self._is_unseen:
             return
         self._side.unseen = False
-        for step, findings in self._traffic.learn(before=self._step_number):
+        for step, findings in self._transport.outcomes(before=self._step_number):
             skipped = bool(findings.flags & packet.NONFINITE)
             self._meter.skipped_steps += skipped
             taken = set() if skipped else set(findings.present)
             self._not_taken([position for position in range(len(self._flat_params)) if position not in taken])
             self._skips.note(step, skipped=skipped)
 
-    def _present_on(self, traffic: StreamTraffic) -> list[int]:
+    def _present_on(self, transport: StreamTransport) -> list[int]:
         """The positions of the parameters that take the step under way, or of all where only the device knows."""
-        return list(range(len(self._flat_params))) if self._is_unseen else traffic.present
+        return list(range(len(self._flat_params))) if self._is_unseen else transport.present
 
     def _turn(self, position: int) -> None:
         """Let the kernels that come next be about a parameter, or, beyond the last, about the step as a whole."""

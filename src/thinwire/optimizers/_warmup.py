@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 
 from thinwire._checks import MANY, is_integer
-from thinwire.wire.memory import HOST
+from thinwire.transport.memory import HOST
 
 _LOG = logging.getLogger("thinwire")
 

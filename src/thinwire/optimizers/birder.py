@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from thinwire.compressors.dense import Dense
+from thinwire.compressors.stochastic_sign import Downlink, StochasticSign
 from thinwire.kernels import rng
 from thinwire.kernels.modes import Scale
 from thinwire.optimizers._greeting import Greeting
 from thinwire.optimizers._inputs import check_number, check_seed
 from thinwire.optimizers._options import Unpack, WireOptions
 from thinwire.optimizers._state import State, Tensors
-from thinwire.schemes import Scheme
-from thinwire.schemes.dense import Dense
-from thinwire.schemes.stochastic_sign import Downlink, StochasticSign
-from thinwire.wire import packet
-from thinwire.wire.buckets import Layout
-from thinwire.wire.mail import Part
+from thinwire.transport import packet
+from thinwire.transport.buffers import Part
+from thinwire.transport.compressor import Compressor
+from thinwire.transport.layout import Layout
 
 _GAINS = {"bit": 2.0, "majority": 1.5, "votes": 1.5}
 """As `thinwire study` has them."""
@@ -177,7 +177,7 @@ class Birder(Greeting):
             "state_dtype": str(self._state_dtype),
         }
 
-    def _declare(self, layout: Layout) -> tuple[dict[str, Scheme], State]:
+    def _declare(self, layout: Layout) -> tuple[dict[str, Compressor], State]:
         self._m = torch.zeros(layout.own_size, dtype=self._state_dtype, device=layout.device)
         self._b = torch.zeros(layout.own_size, dtype=self._state_dtype, device=layout.device)
         own = {"m": self._m, "b": self._b}
@@ -188,10 +188,10 @@ class Birder(Greeting):
         # With amsgrad b never falls, and a coordinate has come to rest when nothing is left of m.
         life = self._m if self._amsgrad else self._b
         self._votes = StochasticSign(layout, self._downlink, self._kernels, life, self._eps)
-        return {"votes": self._votes}, State(own, words={"alive": self._votes.alive})
+        return {"votes": self._votes}, State(own, words={"alive": self._votes.active})
 
     def _agreed_state(self) -> Tensors:
-        return {} if self._votes is None else {"alive": self._votes.alive}
+        return {} if self._votes is None else {"alive": self._votes.active}
 
     def _portable(self, *, private: bool) -> State:
         # Who is known to live but has nothing in b would toss coins: without b nobody lives.
@@ -226,11 +226,11 @@ class Birder(Greeting):
             "amsgrad": self._amsgrad,
             "shift": part.frame.bucket.state_shift,
         }
-        state, packets = (self._m, self._b), self._channel.mail.sent
+        state, packets = (self._m, self._b), self._channel.buffers.sent
         if self._votes is None:
             return self._kernels.birder_direction(part.up_runs, grad, *state, packets, **rule)
-        alive, key = self._votes.alive, self._worker_key
-        return self._kernels.birder_encode(part.up_runs, grad, *state, alive, packets, **rule, key=key)
+        active, key = self._votes.active, self._worker_key
+        return self._kernels.birder_encode(part.up_runs, grad, *state, active, packets, **rule, key=key)
 
     def _full(self, beta: float) -> float:
         """How much of an average is of gradients by now; the rest is of the zero that it began with."""
@@ -239,7 +239,7 @@ class Birder(Greeting):
     def _settle(self, flags: int) -> int:
         if not self._greets():
             return flags
-        self._hear_everybody()  # the greeting: nobody was alive, so all bits were hellos
+        self._hear_everybody()  # the greeting: nobody was active, so all bits were hellos
         if flags & packet.NONFINITE:
             return flags
         return self._exchange_after_greeting()
@@ -249,13 +249,13 @@ class Birder(Greeting):
     ) -> None:
         lr = float(group["lr"])
         move = {"lr": lr, "decay": 1.0 - lr * group["weight_decay"]}
-        answers, votes = self._channel.mail.answers, self._votes
+        answers, votes = self._channel.buffers.answers, self._votes
         for part in parts:
             if votes is None:
                 self._kernels.dense_apply(part.down_runs, x, low, answers, **move)
             else:
                 counts = {"planes": votes.planes, "workers": votes.workers}
-                self._kernels.birder_apply(part.down_runs, x, low, votes.alive, answers, **counts, **move)
+                self._kernels.birder_apply(part.down_runs, x, low, votes.active, answers, **counts, **move)
 
     def _conclude(self) -> None:
         self._hear_everybody()

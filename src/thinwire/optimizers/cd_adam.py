@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from thinwire.codecs.topk import TopK, check_ratio
+from thinwire.compressors.codecs.topk import TopK, check_ratio
+from thinwire.compressors.dense import Dense
+from thinwire.compressors.markov import Markov, MarkovSign
 from thinwire.kernels.modes import Scale, Source
 from thinwire.optimizers._adam import SQUARABLE, AdamLike, correction, root_correction, signed
 from thinwire.optimizers._greeting import Greeting
 from thinwire.optimizers._options import Unpack, WireOptions
 from thinwire.optimizers._state import State, Tensors
-from thinwire.schemes import Scheme
-from thinwire.schemes.dense import Dense
-from thinwire.schemes.markov import Markov, MarkovSign
-from thinwire.wire import packet
-from thinwire.wire.buckets import Layout
-from thinwire.wire.mail import Part
+from thinwire.transport import packet
+from thinwire.transport.buffers import Part
+from thinwire.transport.compressor import Compressor
+from thinwire.transport.layout import Layout
 
 CodecName = Literal["sign", "topk"]
 Compress = Literal["gradient", "momentum"]
@@ -154,7 +154,7 @@ class CDAdam(Greeting, AdamLike):
             "compress": self._compress,
         }
 
-    def _declare(self, layout: Layout) -> tuple[dict[str, Scheme], State]:
+    def _declare(self, layout: Layout) -> tuple[dict[str, Compressor], State]:
         self._m, self._v, self._peak = (
             torch.zeros(layout.size, dtype=torch.float32, device=layout.device) for _ in range(3)
         )
@@ -176,7 +176,7 @@ class CDAdam(Greeting, AdamLike):
         else:
             self._markov = self._signs = MarkovSign(layout, node, self._kernels)
             state.own_words["said"] = self._signs.said
-            state.words.update(alive=self._signs.alive, spoke=self._signs.spoke)
+            state.words.update(alive=self._signs.active, spoke=self._signs.spoke)
             state.shards["sent_scale"] = self._signs.sent_scales
         state.own["known"] = self._markov.known
         state.owned["mean"] = self._markov.mean
@@ -241,7 +241,7 @@ class CDAdam(Greeting, AdamLike):
     ) -> None:
         lr, (beta1, beta2) = float(group["lr"]), group["betas"]
         self._updates.now[position] += 1
-        updates, mail, signs, markov = self._updates.now[position], self._channel.mail, self._signs, self._markov
+        updates, buffers, signs, markov = self._updates.now[position], self._channel.buffers, self._signs, self._markov
         for part in parts:
             self._kernels.amsgrad_apply(
                 part.down_runs,
@@ -251,7 +251,7 @@ class CDAdam(Greeting, AdamLike):
                 self._m,
                 self._v,
                 self._peak,
-                mail.answers,
+                buffers.answers,
                 None if signs is None else signs.answer_scales,
                 None if signs is None else signs.heard,
                 beta1=beta1,
@@ -271,7 +271,7 @@ class CDAdam(Greeting, AdamLike):
         """Follow the answers for parameters that take no step by them; with that all have been followed."""
         if self._signs is not None:
             for position in positions:
-                for part in self._channel.mail.parts[position]:
+                for part in self._channel.buffers.parts[position]:
                     self._signs.follow(part)
             self._signs.conclude()
 

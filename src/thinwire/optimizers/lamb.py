@@ -17,7 +17,7 @@ from torch.optim.optimizer import ParamsT
 from thinwire.kernels.ops import Kernels
 from thinwire.optimizers._adam import AdamFamily, correction, root_correction
 from thinwire.optimizers._options import Unpack, WireOptions
-from thinwire.wire.mail import Part
+from thinwire.transport.buffers import Part
 
 
 class Lamb(AdamFamily):
@@ -81,7 +81,7 @@ class Lamb(AdamFamily):
         self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None, group: dict[str, Any]
     ) -> None:
         self._updates.now[position] += 1
-        answers, updates = self._channel.mail.answers, self._updates.now[position]
+        answers, updates = self._channel.buffers.answers, self._updates.now[position]
         lamb_step(self._kernels, parts, x, low, self._m, self._v, answers, group, updates, self._coeffs)
 
 

@@ -18,7 +18,7 @@ from thinwire.optimizers._adam import correction, signed
 from thinwire.optimizers._frozen import FrozenVariance
 from thinwire.optimizers._options import Unpack, WireOptions
 from thinwire.optimizers._warmup import Length
-from thinwire.wire.mail import Part
+from thinwire.transport.buffers import Part
 
 
 class OneBitAdam(FrozenVariance):

@@ -21,10 +21,10 @@ from thinwire.optimizers._options import Unpack, WireOptions
 from thinwire.optimizers._state import State
 from thinwire.optimizers._warmup import Length
 from thinwire.optimizers.lamb import check_range, clamp, lamb_step, norms
-from thinwire.schemes import Scheme
-from thinwire.wire.buckets import Layout
-from thinwire.wire.mail import Part
-from thinwire.wire.memory import untouched_zeros
+from thinwire.transport.buffers import Part
+from thinwire.transport.compressor import Compressor
+from thinwire.transport.layout import Layout
+from thinwire.transport.memory import untouched_zeros
 
 _COEFF_BETA = 0.9
 _SILENT = 0.1
@@ -153,8 +153,8 @@ class OneBitLamb(FrozenVariance):
         limits = (*self._coeffs, *self._factors, self._factor_threshold)
         return {**super()._settings(), **dict(zip(names, limits, strict=True))}
 
-    def _declare(self, layout: Layout) -> tuple[dict[str, Scheme], State]:
-        schemes, state = super()._declare(layout)
+    def _declare(self, layout: Layout) -> tuple[dict[str, Compressor], State]:
+        compressors, state = super()._declare(layout)
         self._coefficient = self._layer_numbers("coefficient", state, layout, torch.float64)
         """c_avg of each layer, up to the switch without bias correction."""
         self._factor = self._layer_numbers("factor", state, layout, torch.float64, start=1)
@@ -164,7 +164,7 @@ class OneBitLamb(FrozenVariance):
         if self._topology.compresses:
             self._w = untouched_zeros(layout.size, torch.float32, layout.device)
             state.whole["w"] = self._w
-        return schemes, state
+        return compressors, state
 
     def _settle(self, flags: int) -> int:
         flags = super()._settle(flags)
@@ -189,7 +189,7 @@ class OneBitLamb(FrozenVariance):
         if self._compressing:
             self._apply_compressed(position, parts, x, low, group, updates)
             return
-        answers = self._channel.mail.answers
+        answers = self._channel.buffers.answers
         c, variance = lamb_step(self._kernels, parts, x, low, self._m, self._v, answers, group, updates, self._coeffs)
         self._variances.now[position] = variance
         average = self._coefficient.now[position]

@@ -14,21 +14,21 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from thinwire._checks import is_integer
-from thinwire.codecs.count_sketch import MAX_ELEMENTS, CountSketch
-from thinwire.codecs.dense import Floats
+from thinwire.compressors.all_reduce import Sum
+from thinwire.compressors.codecs.count_sketch import MAX_ELEMENTS, CountSketch
+from thinwire.compressors.codecs.dense import Floats
+from thinwire.compressors.sketching import Sketching
 from thinwire.kernels.modes import Scale
 from thinwire.optimizers._adam import AdamLike, signed
 from thinwire.optimizers._inputs import check_seed
 from thinwire.optimizers._options import Unpack, WireOptions
 from thinwire.optimizers._paper import LOCAL
 from thinwire.optimizers._state import State, Tensors
-from thinwire.optimizers._sum import Sum
-from thinwire.schemes import Scheme
-from thinwire.schemes.sketching import Sketching
-from thinwire.wire import packet
-from thinwire.wire.buckets import Layout
-from thinwire.wire.mail import Part
-from thinwire.wire.memory import HOST
+from thinwire.transport import packet
+from thinwire.transport.buffers import Part
+from thinwire.transport.compressor import Compressor
+from thinwire.transport.layout import Layout
+from thinwire.transport.memory import HOST
 
 _LARGEST = 2.0**56
 """The largest gradient that is taken in. What is not picked gathers in e, which must stay below 2⁶⁰: a larger gradient,
@@ -144,7 +144,7 @@ class SketchedAMSGrad(AdamLike):
     def _settings(self) -> dict[str, Any]:
         return {"rows": self._rows, "columns": self._columns, "k": self._k, "seed": self._seed}
 
-    def _declare(self, layout: Layout) -> tuple[dict[str, Scheme], State]:
+    def _declare(self, layout: Layout) -> tuple[dict[str, Compressor], State]:
         elements = sum(slot.numel for slot in layout.slots)
         if self._side is not None:
             raise ValueError(
@@ -232,7 +232,7 @@ class SketchedAMSGrad(AdamLike):
             with self._meter.apply:
                 self._pick()
                 self._take_out()
-            flags |= self._values.exchange(self._open_traffic(), self._step_number, flags)
+            flags |= self._values.exchange(self._open_transport(), self._step_number, flags)
         return flags
 
     def _merge(self, sketches: Sum, flags: int) -> int:
@@ -240,7 +240,7 @@ class SketchedAMSGrad(AdamLike):
         marks = sketches.packets[1].view(torch.float32)
         marks.zero_()
         marks[self._moving] = 1.0
-        seen = sketches.exchange(self._open_traffic(), self._step_number, flags)
+        seen = sketches.exchange(self._open_transport(), self._step_number, flags)
         marked = marks.tolist()
         self._moving = [position for position in range(len(self._flat_params)) if marked[position] > 0]
         return seen

@@ -21,10 +21,10 @@ from thinwire.optimizers._local_steps import ANCHORED, PRESENT, SMALLEST, LocalS
 from thinwire.optimizers._options import Unpack, WireOptions
 from thinwire.optimizers._paper import LOCAL
 from thinwire.optimizers._state import State
-from thinwire.schemes import Scheme
-from thinwire.wire import packet
-from thinwire.wire.buckets import Layout
-from thinwire.wire.mail import Part
+from thinwire.transport import packet
+from thinwire.transport.buffers import Part
+from thinwire.transport.compressor import Compressor
+from thinwire.transport.layout import Layout
 
 
 class ZeroOneAdam(LocalSteps):
@@ -168,7 +168,7 @@ class ZeroOneAdam(LocalSteps):
         self._prepare()
         self._presence.before = self._presence_since()
         self._flags_sent = packet.SYNCHRONIZE
-        with self._open_traffic().whole_or_not_at_all():
+        with self._open_transport().abort_on_error():
             self._exchange_again(SIGNS)
             self._signs.adopt()
             self._totals = self._interval.of_groups()
@@ -183,10 +183,10 @@ class ZeroOneAdam(LocalSteps):
         own = {**self._schedule, "variance_floor": self._variance_floor, "error_dtype": str(self._error_dtype)}
         return {**super()._settings(), **own}
 
-    def _declare(self, layout: Layout) -> tuple[dict[str, Scheme], State]:
-        schemes, state = super()._declare(layout)
+    def _declare(self, layout: Layout) -> tuple[dict[str, Compressor], State]:
+        compressors, state = super()._declare(layout)
         self._variance_updates = self._layer_numbers("variance_updates", state, layout, torch.int64)
-        return schemes, state
+        return compressors, state
 
     def _channel_now(self) -> str:
         if not self._topology.compresses:
@@ -247,7 +247,7 @@ class ZeroOneAdam(LocalSteps):
             beta=group["betas"][0],
             scale=scale,
             rate=self._rates[self._group_index[position]],
-            packets=self._channel.mail.sent,
+            packets=self._channel.buffers.sent,
             output=self._own.output if self._on(LOCAL) else Output.SIGNS,
         )
 

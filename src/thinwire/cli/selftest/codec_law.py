@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from thinwire.cli.selftest.site import CPU, Findings, Site
-from thinwire.codecs import Codec
-from thinwire.codecs.dense import Floats
-from thinwire.codecs.topk import TopK
+from thinwire.compressors.codecs import Codec
+from thinwire.compressors.codecs.dense import Floats
+from thinwire.compressors.codecs.topk import TopK
 from thinwire.kernels.modes import Say
 from thinwire.kernels.ops import Kernels
-from thinwire.wire.buckets import WORD
+from thinwire.transport.layout import WORD
 
 ERROR_RATE = 1e-6
 """The probability that unbiased bits would be taken for biased ones, by Hoeffding's bound, were the keys others."""
@@ -103,7 +103,7 @@ def _changes_add_up(site: Site, findings: Findings, kernels: Kernels) -> None:
     on = site.device
     known, packets = torch.zeros(words * WORD, device=on), torch.zeros(8 * words, dtype=torch.uint8, device=on)
     said, busy = (torch.zeros(words, dtype=dtype, device=on) for dtype in (torch.int64, torch.uint8))
-    alive = torch.full_like(said, -1)
+    active = torch.full_like(said, -1)
     scales, sums = torch.zeros(1, device=on), torch.zeros(1, 3, dtype=torch.float64, device=on)
     told = torch.zeros(_LENGTH, dtype=torch.float64)
     for turn in range(_ROUNDS):
@@ -115,8 +115,8 @@ def _changes_add_up(site: Site, findings: Findings, kernels: Kernels) -> None:
             known,
             said,
             busy,
-            alive,
-            alive,
+            active,
+            active,
             packets,
             sent_scales=scales,
             sums=sums,
@@ -144,7 +144,7 @@ def _bits_are_unbiased(site: Site, findings: Findings, kernels: Kernels) -> None
     runs = torch.tensor([[0, 0, elements, 0, elements // 8, 0]])
     on = site.device
     m, b = u.to(site.device), torch.ones(elements, device=on)
-    alive = torch.full((elements // WORD,), -1, dtype=torch.int64, device=on)
+    active = torch.full((elements // WORD,), -1, dtype=torch.int64, device=on)
     rows = torch.zeros(_VOTERS, elements // 8, dtype=torch.uint8, device=on)
     answer = torch.zeros(elements // 8, dtype=torch.uint8, device=on)
     signal = torch.zeros(2, dtype=torch.int64, device=on)
@@ -153,8 +153,8 @@ def _bits_are_unbiased(site: Site, findings: Findings, kernels: Kernels) -> None
     vote = {"first_word": 0, "words": elements // WORD, "answer": answer, "answer_byte": 0, "signal": signal}
     for turn in range(turns):
         for voter, row in enumerate(rows):
-            kernels.birder_encode(runs, None, m, b, alive, row, **rule, key=_VOTERS * turn + voter)
-        kernels.vote_bit(rows, 0, alive, **vote, key=turn)
+            kernels.birder_encode(runs, None, m, b, active, row, **rule, key=_VOTERS * turn + voter)
+        kernels.vote_bit(rows, 0, active, **vote, key=turn)
         sampled += _bits(rows[turn % _VOTERS])
         answered += _bits(answer)
     # A mean of N numbers that are -1 or 1 is off by t with a probability of at most 2 exp(-N t²/2).

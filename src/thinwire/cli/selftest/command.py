@@ -17,7 +17,7 @@ from thinwire.cli.options import MOST_RANKS, integer, output_file
 from thinwire.cli.selftest import machine, speed
 from thinwire.cli.selftest.laws import LAWS, SECONDS, Law, judge
 from thinwire.cli.selftest.ranks import Outcome, Part, run_parts
-from thinwire.cli.selftest.results import FAILED, NOT_TESTED, PASSED, Results, Verdict
+from thinwire.cli.selftest.results import FAILED, NOT_TESTED, PASSED, LawResult, Results
 from thinwire.cli.selftest.site import Findings
 
 CPU_RANKS = 4
@@ -116,7 +116,7 @@ def part_name(law: Law) -> str:
     return f"law {law.number}: {law.title}"
 
 
-def verdicts(laws: Sequence[Law], outcomes: dict[str, Outcome], ranks: int) -> list[Verdict]:
+def verdicts(laws: Sequence[Law], outcomes: dict[str, Outcome], ranks: int) -> list[LawResult]:
     """One for each law, whatever came of it."""
     found = []
     for law in laws:
@@ -129,5 +129,7 @@ def verdicts(laws: Sequence[Law], outcomes: dict[str, Outcome], ranks: int) -> l
             findings = outcome.result
             status = FAILED if findings.complaints else PASSED
         seconds = 0.0 if outcome is None else outcome.seconds
-        found.append(Verdict(law.number, law.title, law.compared, status, seconds, findings.complaints, findings.notes))
+        found.append(
+            LawResult(law.number, law.title, law.compared, status, seconds, findings.complaints, findings.notes)
+        )
     return found

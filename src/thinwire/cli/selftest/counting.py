@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.wire.groups import DESCRIPTION
+from thinwire.transport.connections import DESCRIPTION
 
 
 @dataclass

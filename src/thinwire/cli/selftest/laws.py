@@ -31,7 +31,7 @@ from thinwire.cli.selftest.runs import (
 )
 from thinwire.cli.selftest.site import CPU, Findings, Site
 from thinwire.kernels import native, ops
-from thinwire.wire.buckets import bucket_elements
+from thinwire.transport.layout import bucket_elements
 
 SECONDS = 300.0
 """How long a law may take. On a GPU its kernels are compiled on the way."""

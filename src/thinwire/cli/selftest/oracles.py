@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels import rng
-from thinwire.wire.buckets import Layout
+from thinwire.transport.layout import Layout
 
 DRAW_BITS = 24
 _ROUNDING = 2.0**-18

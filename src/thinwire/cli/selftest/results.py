@@ -19,7 +19,7 @@ PASSED, FAILED, NOT_TESTED = "passed", "failed", "not tested"
 
 
 @dataclass(frozen=True)
-class Verdict:
+class LawResult:
     """What came of a law."""
 
     number: int
@@ -47,7 +47,7 @@ class Results:
     ranks: int
     quick: bool
     machine: dict[str, str]
-    laws: list[Verdict]
+    laws: list[LawResult]
     kernels: list[Kernel]
     steps: list[Steps]
     errors: dict[str, str]

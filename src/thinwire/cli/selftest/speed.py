@@ -19,8 +19,8 @@ from thinwire.cli.registry import OPTIMIZERS, Entry
 from thinwire.cli.selftest.site import Site
 from thinwire.kernels import ops
 from thinwire.kernels.modes import Say, Source
-from thinwire.wire.buckets import WORD
-from thinwire.wire.packet import HEADER_BYTES
+from thinwire.transport.layout import WORD
+from thinwire.transport.packet import HEADER_BYTES
 
 SECONDS = 600.0
 """How long either may take."""
@@ -123,23 +123,23 @@ def _birder_cases(site: Site, gradient: Tensor) -> list[_Case]:
     table, elements = site.kernels(), gradient.numel()
     runs, packet, rows = _run_of(elements), _packet(site, elements), _rows(site, elements)
     m, b, x = (torch.zeros_like(gradient) for _ in range(3))
-    alive = torch.full((elements // WORD,), -1, dtype=torch.int64, device=site.device)
+    active = torch.full((elements // WORD,), -1, dtype=torch.int64, device=site.device)
     signal = torch.zeros(2, dtype=torch.int64, device=site.device)
 
     def encode() -> None:
         rule = {"beta": 0.8, "eps": 1e-12, "scale": 1.0, "amsgrad": False, "key": 1}
-        table.birder_encode(runs, gradient, m, b, alive, packet, **rule)
+        table.birder_encode(runs, gradient, m, b, active, packet, **rule)
 
     at = {"first_word": 0, "words": elements // WORD, "answer": packet, "answer_byte": HEADER_BYTES, "signal": signal}
 
     def vote() -> None:
-        table.vote_bit(rows, HEADER_BYTES, alive, **at, key=2)
+        table.vote_bit(rows, HEADER_BYTES, active, **at, key=2)
 
     def majority() -> None:
-        table.vote_majority(rows, HEADER_BYTES, alive, **at, casting=2)
+        table.vote_majority(rows, HEADER_BYTES, active, **at, casting=2)
 
     def apply() -> None:
-        table.birder_apply(runs, x, None, alive, packet, planes=1, workers=0, lr=1e-3, decay=0.9999)
+        table.birder_apply(runs, x, None, active, packet, planes=1, workers=0, lr=1e-3, decay=0.9999)
 
     return [
         _Case("Birder, encode", 20.125, encode),
@@ -182,18 +182,18 @@ def _markov_cases(site: Site, gradient: Tensor) -> list[_Case]:
     known, followed, x, m, v, peak = (torch.zeros_like(gradient) for _ in range(6))
     said = torch.zeros(elements // WORD, dtype=torch.int64, device=site.device)
     busy = torch.zeros(elements // WORD, dtype=torch.uint8, device=site.device)
-    alive = torch.full_like(said, -1)
+    active = torch.full_like(said, -1)
     scales, sums = torch.ones(1, device=site.device), torch.zeros(1, 3, dtype=torch.float64, device=site.device)
 
     def encode() -> None:
         rule = {"beta": 0.9, "weight": 0.1, "scale": 1.0, "shift": 0, "mode": Say.ORDINARY}
-        words = (said, busy, alive, alive)
+        words = (said, busy, active, active)
         table.markov_encode(runs, gradient, None, known, *words, packet, sent_scales=scales, sums=sums, **rule)
 
     def apply() -> None:
         step = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "rate": 1e-3, "correction": 1.0, "decay": 0.9999}
         states = (followed, m, v, peak)
-        table.amsgrad_apply(runs, x, None, *states, packet, scales, alive, **step, source=Source.SIGNS)
+        table.amsgrad_apply(runs, x, None, *states, packet, scales, active, **step, source=Source.SIGNS)
 
     return [_Case("CD-Adam, encode", 12.625, encode), _Case("CD-Adam, AMSGrad apply", 40.25, apply)]
 

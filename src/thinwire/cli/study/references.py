@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from thinwire.wire.peers import Peers
+from thinwire.transport.peers import Peers
 
 
 def _everybodys(tensors: list[Tensor]) -> list[list[Tensor]]:

@@ -20,7 +20,7 @@ from thinwire.cli.schedule import is_due, learning_rate_factor
 from thinwire.cli.study.methods import METHODS, Course, Setting
 from thinwire.cli.study.tasks import LAST_RATE, WORKERS, Score, Task
 from thinwire.optimizers._base import WireOptimizer
-from thinwire.wire import virtual
+from thinwire.transport import virtual
 
 VALIDATIONS = 12
 Tell = Callable[[int], None]

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from thinwire.kernels.arguments.amsgrad import amsgrad_apply, momentum_sum, sparse_amsgrad
 from thinwire.kernels.arguments.birder import (
+    activity_refresh,
     adopt,
     birder_apply,
     birder_direction,
     birder_encode,
-    roll_call,
     vote_bit,
     vote_count,
     vote_majority,
@@ -43,6 +43,7 @@ from thinwire.kernels.arguments.signs import (
 )
 
 __all__ = [
+    "activity_refresh",
     "adam_apply",
     "adopt",
     "amsgrad_apply",
@@ -64,7 +65,6 @@ __all__ = [
     "momentum_sum",
     "onebit_lamb_measure",
     "precondition",
-    "roll_call",
     "sealed",
     "sent",
     "shard_scale",

@@ -19,7 +19,7 @@ def amsgrad_apply(
     peak: Tensor | None,
     packets: Tensor | None,
     scales: Tensor | None,
-    alive: Tensor | None,
+    active: Tensor | None,
     source: int,
     device: Device = None,
 ) -> Bounds:
@@ -29,7 +29,7 @@ def amsgrad_apply(
     if source == Source.SIGNS:
         need(kernel, "packets", given(kernel, "packets", packets), U8, bounds.bits(), device)
         need(kernel, "scales", given(kernel, "scales", scales), F32, bounds.shards, device)
-        need(kernel, "alive", given(kernel, "alive", alive), I64, bounds.words, device)
+        need(kernel, "active", given(kernel, "active", active), I64, bounds.words, device)
     elif source == Source.FLOATS:
         need(kernel, "packets", given(kernel, "packets", packets), U8, bounds.floats, device)
     if source != Source.FLOATS:

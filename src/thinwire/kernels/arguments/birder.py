@@ -36,7 +36,7 @@ def birder_encode(
     grad: Tensor | None,
     m: Tensor,
     b: Tensor,
-    alive: Tensor,
+    active: Tensor,
     packets: Tensor,
     shift: int,
     device: Device = None,
@@ -44,7 +44,7 @@ def birder_encode(
     """Check the tensors of `birder_encode`."""
     bounds = bounds_of("birder_encode", runs)
     _birder("birder_encode", bounds, grad, m, b, shift, device)
-    need("birder_encode", "alive", alive, I64, bounds.words, device)
+    need("birder_encode", "active", active, I64, bounds.words, device)
     need("birder_encode", "packets", packets, U8, bounds.bits(), device)
     return bounds
 
@@ -67,7 +67,7 @@ def _called(kernel: str, shard_words: int, period: int, phase: int) -> int:
     return -(-shard_words // period)
 
 
-def roll_call(
+def activity_refresh(
     state: Tensor,
     first_word: int,
     shard_words: int,
@@ -79,24 +79,24 @@ def roll_call(
     shift: int,
     device: Device = None,
 ) -> None:
-    """Check the tensors of `roll_call`."""
-    called = _called("roll_call", shard_words, period, phase)
+    """Check the tensors of `activity_refresh`."""
+    called = _called("activity_refresh", shard_words, period, phase)
     for name, value in (("first_word", first_word), ("shards", shards), ("offset", offset)):
-        need_number("roll_call", name, value, 0, MAX_WORDS)
+        need_number("activity_refresh", name, value, 0, MAX_WORDS)
     end = first_word + shards * shard_words
     first = first_word + (phase - first_word) % period
     last = end - 1 - (end - 1 - phase) % period
     if first < end:
-        need_number("roll_call", "shift", shift, 0, WORD * first)
-    need_one_of("roll_call", "state", state, STATES, WORD * (last + 1) - shift if first < end else 0, device)
-    need_rows("roll_call", "packets", packets, BYTES, shards, offset + 8 * called, device)
+        need_number("activity_refresh", "shift", shift, 0, WORD * first)
+    need_one_of("activity_refresh", "state", state, STATES, WORD * (last + 1) - shift if first < end else 0, device)
+    need_rows("activity_refresh", "packets", packets, BYTES, shards, offset + 8 * called, device)
 
 
 def _votes(
     kernel: str,
     rows: Tensor,
     byte: int,
-    alive: Tensor | None,
+    active: Tensor | None,
     first_word: int,
     words: int,
     answer: Tensor,
@@ -109,8 +109,8 @@ def _votes(
         need_number(kernel, name, value, 0, MAX_WORDS)
     need_number(kernel, "planes", planes, 0, MAX_PLANES)
     need_rows(kernel, "rows", rows, BYTES, 1, byte + 8 * words, device)
-    if alive is not None:
-        need(kernel, "alive", alive, I64, first_word + words, device)
+    if active is not None:
+        need(kernel, "active", active, I64, first_word + words, device)
     need(kernel, "answer", answer, U8, answer_byte + 8 * words * planes, device)
     if signal is not None:
         need(kernel, "signal", signal, I64, 2, device)
@@ -119,7 +119,7 @@ def _votes(
 def vote_bit(
     rows: Tensor,
     byte: int,
-    alive: Tensor | None,
+    active: Tensor | None,
     first_word: int,
     words: int,
     answer: Tensor,
@@ -128,13 +128,13 @@ def vote_bit(
     device: Device = None,
 ) -> None:
     """Check the tensors of `vote_bit`."""
-    _votes("vote_bit", rows, byte, alive, first_word, words, answer, answer_byte, 1, signal, device)
+    _votes("vote_bit", rows, byte, active, first_word, words, answer, answer_byte, 1, signal, device)
 
 
 def vote_majority(
     rows: Tensor,
     byte: int,
-    alive: Tensor,
+    active: Tensor,
     first_word: int,
     words: int,
     answer: Tensor,
@@ -144,14 +144,14 @@ def vote_majority(
     device: Device = None,
 ) -> None:
     """Check the tensors of `vote_majority`."""
-    _votes("vote_majority", rows, byte, alive, first_word, words, answer, answer_byte, 1, signal, device)
+    _votes("vote_majority", rows, byte, active, first_word, words, answer, answer_byte, 1, signal, device)
     need_number("vote_majority", "casting", casting, 0, rows.shape[0] - 1)
 
 
 def vote_count(
     rows: Tensor,
     byte: int,
-    alive: Tensor,
+    active: Tensor,
     first_word: int,
     words: int,
     planes: int,
@@ -161,11 +161,11 @@ def vote_count(
     device: Device = None,
 ) -> None:
     """Check the tensors of `vote_count`."""
-    _votes("vote_count", rows, byte, alive, first_word, words, answer, answer_byte, planes, signal, device)
+    _votes("vote_count", rows, byte, active, first_word, words, answer, answer_byte, planes, signal, device)
 
 
 def adopt(
-    alive: Tensor,
+    active: Tensor,
     first_word: int,
     shard_words: int,
     answers: Tensor,
@@ -181,16 +181,16 @@ def adopt(
     need_number("adopt", "byte", byte, 0, MAX_WORDS)
     need_number("adopt", "planes", planes, 0, MAX_PLANES)
     need_rows("adopt", "answers", answers, BYTES, 0, byte + 8 * (shard_words * planes + called), device)
-    need("adopt", "alive", alive, I64, first_word + answers.shape[0] * shard_words, device)
+    need("adopt", "active", active, I64, first_word + answers.shape[0] * shard_words, device)
 
 
 def birder_apply(
-    runs: Tensor, x: Tensor, low: Tensor | None, alive: Tensor, answers: Tensor, planes: int, device: Device = None
+    runs: Tensor, x: Tensor, low: Tensor | None, active: Tensor, answers: Tensor, planes: int, device: Device = None
 ) -> Bounds:
     """Check the tensors of `birder_apply`."""
     bounds = bounds_of("birder_apply", runs)
     need_number("birder_apply", "planes", planes, 1, MAX_PLANES - 2)
     parameter("birder_apply", bounds, x, low, device)
-    need("birder_apply", "alive", alive, I64, bounds.words, device)
+    need("birder_apply", "active", active, I64, bounds.words, device)
     need("birder_apply", "answers", answers, U8, bounds.bits(planes), device)
     return bounds

@@ -130,7 +130,7 @@ def markov_encode(
     said: Tensor,
     busy: Tensor,
     spoke: Tensor,
-    alive: Tensor,
+    active: Tensor,
     packets: Tensor,
     sent_scales: Tensor,
     sums: Tensor,
@@ -145,7 +145,7 @@ def markov_encode(
     need("markov_encode", "said", said, I64, own_words, device)
     need("markov_encode", "busy", busy, U8, own_words, device)
     need("markov_encode", "spoke", spoke, I64, bounds.words, device)
-    need("markov_encode", "alive", alive, I64, bounds.words, device)
+    need("markov_encode", "active", active, I64, bounds.words, device)
     need("markov_encode", "packets", packets, U8, bounds.bits(), device)
     need("markov_encode", "sent_scales", sent_scales, F32, bounds.shards, device)
     need("markov_encode", "sums", sums, F64, 3 * bounds.rows, device)
@@ -184,7 +184,7 @@ def markov_merge(
     rows: Tensor,
     mean: Tensor,
     g: Tensor,
-    alive: Tensor,
+    active: Tensor,
     answer: Tensor,
     scales: Tensor,
     sums: Tensor,
@@ -197,7 +197,7 @@ def markov_merge(
     need_rows("markov_merge", "rows", rows, BYTES, 1, bounds.bits(), device)
     need("markov_merge", "mean", mean, F32, bounds.elements - shift, device)
     need("markov_merge", "g", g, F32, bounds.elements, device)
-    need("markov_merge", "alive", alive, I64, bounds.words, device)
+    need("markov_merge", "active", active, I64, bounds.words, device)
     need("markov_merge", "answer", answer, U8, bounds.bits(), device)
     need("markov_merge", "scales", scales, F32, rows.shape[0], device)
     need("markov_merge", "sums", sums, F64, 3 * bounds.rows, device)

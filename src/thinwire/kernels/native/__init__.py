@@ -8,11 +8,11 @@ from __future__ import annotations
 from thinwire.kernels.native.adam import adam_apply, precondition
 from thinwire.kernels.native.amsgrad import amsgrad_apply, momentum_sum, sparse_amsgrad
 from thinwire.kernels.native.birder import (
+    activity_refresh,
     adopt,
     birder_apply,
     birder_direction,
     birder_encode,
-    roll_call,
     vote_bit,
     vote_count,
     vote_majority,
@@ -30,6 +30,7 @@ from thinwire.kernels.reference.shards import forget, shard_scale  # no more to 
 
 __all__ = [
     "PATH",
+    "activity_refresh",
     "adam_apply",
     "adopt",
     "amsgrad_apply",
@@ -54,7 +55,6 @@ __all__ = [
     "packet_check",
     "packet_seal",
     "precondition",
-    "roll_call",
     "shard_scale",
     "sign_apply",
     "sign_encode",

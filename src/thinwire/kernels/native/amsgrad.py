@@ -20,7 +20,7 @@ def amsgrad_apply(
     peak: Tensor | None,
     packets: Tensor | None,
     scales: Tensor | None,
-    alive: Tensor | None,
+    active: Tensor | None,
     *,
     beta1: float,
     beta2: float,
@@ -31,7 +31,7 @@ def amsgrad_apply(
     source: int,
 ) -> None:
     """See `reference.amsgrad_apply`."""
-    bounds = arguments.amsgrad_apply(runs, x, low, g, m, v, peak, packets, scales, alive, source)
+    bounds = arguments.amsgrad_apply(runs, x, low, g, m, v, peak, packets, scales, active, source)
     lib().thinwire_amsgrad_apply(
         *bounds.table,
         pointer(x),
@@ -42,7 +42,7 @@ def amsgrad_apply(
         pointer(peak),
         pointer(packets),
         pointer(scales),
-        pointer(alive),
+        pointer(active),
         beta1,
         1.0 - beta1,
         beta2,

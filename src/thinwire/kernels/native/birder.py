@@ -13,7 +13,7 @@ def birder_encode(
     grad: Tensor | None,
     m: Tensor,
     b: Tensor,
-    alive: Tensor,
+    active: Tensor,
     packets: Tensor,
     *,
     beta: float,
@@ -26,7 +26,7 @@ def birder_encode(
     level: float = 1.0,
 ) -> bool:
     """See `reference.birder_encode`."""
-    bounds = arguments.birder_encode(runs, grad, m, b, alive, packets, shift)
+    bounds = arguments.birder_encode(runs, grad, m, b, active, packets, shift)
     beta_b = beta if beta_b is None else beta_b
     return bool(
         lib().thinwire_birder_encode(
@@ -35,7 +35,7 @@ def birder_encode(
             m.data_ptr(),
             *typed(b),
             shift,
-            alive.data_ptr(),
+            active.data_ptr(),
             packets.data_ptr(),
             beta,
             1.0 - beta,
@@ -88,7 +88,7 @@ def birder_direction(
     )
 
 
-def roll_call(
+def activity_refresh(
     state: Tensor,
     *,
     first_word: int,
@@ -101,9 +101,9 @@ def roll_call(
     offset: int,
     shift: int = 0,
 ) -> None:
-    """See `reference.roll_call`."""
-    arguments.roll_call(state, first_word, shard_words, shards, period, phase, packets, offset, shift)
-    lib().thinwire_roll_call(
+    """See `reference.activity_refresh`."""
+    arguments.activity_refresh(state, first_word, shard_words, shards, period, phase, packets, offset, shift)
+    lib().thinwire_activity_refresh(
         *typed(state),
         shift,
         first_word,
@@ -121,7 +121,7 @@ def roll_call(
 def vote_bit(
     rows: Tensor,
     byte: int,
-    alive: Tensor | None,
+    active: Tensor | None,
     *,
     first_word: int,
     words: int,
@@ -131,12 +131,12 @@ def vote_bit(
     signal: Tensor | None,
 ) -> None:
     """See `reference.vote_bit`."""
-    arguments.vote_bit(rows, byte, alive, first_word, words, answer, answer_byte, signal)
+    arguments.vote_bit(rows, byte, active, first_word, words, answer, answer_byte, signal)
     lib().thinwire_vote_bit(
         rows.data_ptr() + byte,
         rows.stride(0),
         rows.shape[0],
-        None if alive is None else alive.data_ptr() + 8 * first_word,
+        None if active is None else active.data_ptr() + 8 * first_word,
         first_word,
         words,
         answer.data_ptr() + answer_byte,
@@ -148,7 +148,7 @@ def vote_bit(
 def vote_majority(
     rows: Tensor,
     byte: int,
-    alive: Tensor,
+    active: Tensor,
     *,
     first_word: int,
     words: int,
@@ -158,12 +158,12 @@ def vote_majority(
     signal: Tensor | None,
 ) -> None:
     """See `reference.vote_majority`."""
-    arguments.vote_majority(rows, byte, alive, first_word, words, answer, answer_byte, casting, signal)
+    arguments.vote_majority(rows, byte, active, first_word, words, answer, answer_byte, casting, signal)
     lib().thinwire_vote_majority(
         rows.data_ptr() + byte,
         rows.stride(0),
         rows.shape[0],
-        alive.data_ptr() + 8 * first_word,
+        active.data_ptr() + 8 * first_word,
         words,
         answer.data_ptr() + answer_byte,
         casting,
@@ -174,7 +174,7 @@ def vote_majority(
 def vote_count(
     rows: Tensor,
     byte: int,
-    alive: Tensor,
+    active: Tensor,
     *,
     first_word: int,
     words: int,
@@ -184,12 +184,12 @@ def vote_count(
     signal: Tensor | None,
 ) -> None:
     """See `reference.vote_count`."""
-    arguments.vote_count(rows, byte, alive, first_word, words, planes, answer, answer_byte, signal)
+    arguments.vote_count(rows, byte, active, first_word, words, planes, answer, answer_byte, signal)
     lib().thinwire_vote_count(
         rows.data_ptr() + byte,
         rows.stride(0),
         rows.shape[0],
-        alive.data_ptr() + 8 * first_word,
+        active.data_ptr() + 8 * first_word,
         words,
         planes,
         answer.data_ptr() + answer_byte,
@@ -198,7 +198,7 @@ def vote_count(
 
 
 def adopt(
-    alive: Tensor,
+    active: Tensor,
     *,
     first_word: int,
     shard_words: int,
@@ -209,9 +209,9 @@ def adopt(
     phase: int,
 ) -> None:
     """See `reference.adopt`."""
-    arguments.adopt(alive, first_word, shard_words, answers, byte, planes, period, phase)
+    arguments.adopt(active, first_word, shard_words, answers, byte, planes, period, phase)
     lib().thinwire_adopt(
-        alive.data_ptr(),
+        active.data_ptr(),
         first_word,
         shard_words,
         answers.shape[0],
@@ -227,7 +227,7 @@ def birder_apply(
     runs: Tensor,
     x: Tensor,
     low: Tensor | None,
-    alive: Tensor,
+    active: Tensor,
     answers: Tensor,
     *,
     planes: int,
@@ -236,12 +236,12 @@ def birder_apply(
     decay: float,
 ) -> None:
     """See `reference.birder_apply`."""
-    bounds = arguments.birder_apply(runs, x, low, alive, answers, planes)
+    bounds = arguments.birder_apply(runs, x, low, active, answers, planes)
     lib().thinwire_birder_apply(
         *bounds.table,
         x.data_ptr(),
         *typed(low),
-        alive.data_ptr(),
+        active.data_ptr(),
         answers.data_ptr(),
         planes,
         workers,

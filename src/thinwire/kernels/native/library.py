@@ -36,7 +36,7 @@ _SIGNATURES = {
         [*_RUNS, *_TYPED, _ptr, *_STATE, _ptr, *[_float] * 7, _int],
     ),
     "thinwire_mean": (None, [_ptr, _i64, _i64, _int, _i64, _ptr]),
-    "thinwire_roll_call": (None, [*_STATE, _i64, _i64, _i64, _i64, _i64, _float, _ptr, _i64, _i64]),
+    "thinwire_activity_refresh": (None, [*_STATE, _i64, _i64, _i64, _i64, _i64, _float, _ptr, _i64, _i64]),
     "thinwire_vote_bit": (None, [_ptr, _i64, _i64, _ptr, _i64, _i64, _ptr, _u64, _ptr]),
     "thinwire_vote_majority": (None, [_ptr, _i64, _i64, _ptr, _i64, _ptr, _i64, _ptr]),
     "thinwire_vote_count": (None, [_ptr, _i64, _i64, _ptr, _i64, _i64, _ptr, _ptr]),

@@ -17,7 +17,7 @@ def markov_encode(
     said: Tensor,
     busy: Tensor,
     spoke: Tensor,
-    alive: Tensor,
+    active: Tensor,
     packets: Tensor,
     *,
     sent_scales: Tensor,
@@ -30,7 +30,7 @@ def markov_encode(
     largest: float = LARGEST,
 ) -> bool:
     """See `reference.markov_encode`."""
-    bounds = arguments.markov_encode(runs, grad, m, known, said, busy, spoke, alive, packets, sent_scales, sums, shift)
+    bounds = arguments.markov_encode(runs, grad, m, known, said, busy, spoke, active, packets, sent_scales, sums, shift)
     return bool(
         lib().thinwire_markov_encode(
             *bounds.table,
@@ -41,7 +41,7 @@ def markov_encode(
             said.data_ptr(),
             busy.data_ptr(),
             spoke.data_ptr(),
-            alive.data_ptr(),
+            active.data_ptr(),
             packets.data_ptr(),
             sent_scales.data_ptr(),
             sums.data_ptr(),
@@ -59,7 +59,7 @@ def markov_merge(
     rows: Tensor,
     mean: Tensor,
     g: Tensor,
-    alive: Tensor,
+    active: Tensor,
     answer: Tensor,
     *,
     scales: Tensor,
@@ -67,7 +67,7 @@ def markov_merge(
     shift: int,
 ) -> None:
     """See `reference.markov_merge`."""
-    bounds = arguments.markov_merge(runs, rows, mean, g, alive, answer, scales, sums, shift)
+    bounds = arguments.markov_merge(runs, rows, mean, g, active, answer, scales, sums, shift)
     lib().thinwire_markov_merge(
         *bounds.table,
         rows.data_ptr(),
@@ -76,7 +76,7 @@ def markov_merge(
         mean.data_ptr(),
         shift,
         g.data_ptr(),
-        alive.data_ptr(),
+        active.data_ptr(),
         answer.data_ptr(),
         scales.data_ptr(),
         sums.data_ptr(),

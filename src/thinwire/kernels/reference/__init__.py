@@ -16,13 +16,13 @@ from __future__ import annotations
 from thinwire.kernels.reference.adam import adam_apply, dense_encode, precondition
 from thinwire.kernels.reference.amsgrad import amsgrad_apply, momentum_sum, sparse_amsgrad
 from thinwire.kernels.reference.birder import (
+    activity_refresh,
     adopt,
     birder_apply,
     birder_direction,
     birder_encode,
     dense_apply,
     mean,
-    roll_call,
     vote_bit,
     vote_count,
     vote_majority,
@@ -42,6 +42,7 @@ from thinwire.kernels.reference.top_k import sparse_add, top_k
 from thinwire.kernels.reference.words import pack, unpack, words_at
 
 __all__ = [
+    "activity_refresh",
     "adam_apply",
     "adopt",
     "amsgrad_apply",
@@ -66,7 +67,6 @@ __all__ = [
     "packet_check",
     "packet_seal",
     "precondition",
-    "roll_call",
     "shard_scale",
     "sign_apply",
     "sign_encode",

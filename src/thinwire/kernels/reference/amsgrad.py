@@ -22,7 +22,7 @@ def amsgrad_apply(
     peak: Tensor | None,
     packets: Tensor | None,
     scales: Tensor | None,
-    alive: Tensor | None,
+    active: Tensor | None,
     *,
     beta1: float,
     beta2: float,
@@ -34,8 +34,8 @@ def amsgrad_apply(
 ) -> None:
     """AMSGrad's step for the coordinates that have had a variance; `peak` is the largest that each has had.
 
-    The gradient is `g` if it is HELD. For SIGNS, `g` first moves, where `alive`, by the packets' bits times its shard's
-    scale, and without `x` that is all. For FLOATS it is the packets'. All states have the element `e` of the flat space
+    The gradient is `g` if it is HELD. For SIGNS, `g` first moves, where `active`, by the packets' bits times its
+    shard's scale, and without `x` that is all. For FLOATS it is the packets'. All states have the element `e`
     at `e`.
     """
     for run in each_run(runs):
@@ -49,9 +49,9 @@ def amsgrad_apply(
         if source == Source.SIGNS:
             assert packets is not None
             assert scales is not None
-            assert alive is not None
+            assert active is not None
             told = gradient + signed(run.bits_in(packets), scales[run.shard])
-            gradient.copy_(torch.where(run.bits_of(alive), told, gradient))
+            gradient.copy_(torch.where(run.bits_of(active), told, gradient))
         if x is None:
             continue
         assert m is not None

@@ -20,7 +20,7 @@ def birder_encode(
     grad: Tensor | None,
     m: Tensor,
     b: Tensor,
-    alive: Tensor,
+    active: Tensor,
     packets: Tensor,
     *,
     beta: float,
@@ -44,7 +44,7 @@ def birder_encode(
             nonfinite |= _absorb(flat(grad)[run.of_param], m[here], b[here], beta, beta_b, scale, amsgrad)
         r = rng.uniform(key, torch.arange(run.element, run.element + 64 * run.words, device=m.device))
         votes = m[here].to(torch.float32) > r * ((b[here].to(torch.float32) + eps) * level)
-        living = unpack(alive[run.element // 64 : run.element // 64 + run.words])
+        living = unpack(active[run.element // 64 : run.element // 64 + run.words])
         hello = _life(m[here] if amsgrad else b[here], eps)
         words_at(packets, run.byte, run.words).copy_(pack(torch.where(living, votes, hello)))
     return nonfinite
@@ -113,7 +113,7 @@ def mean(rows: Tensor, out: Tensor) -> None:
     out.copy_(torch.where(out.isfinite(), out, shares))
 
 
-def roll_call(
+def activity_refresh(
     state: Tensor,
     *,
     first_word: int,
@@ -142,7 +142,7 @@ def roll_call(
 def vote_bit(
     rows: Tensor,
     byte: int,
-    alive: Tensor | None,
+    active: Tensor | None,
     *,
     first_word: int,
     words: int,
@@ -151,15 +151,15 @@ def vote_bit(
     key: int,
     signal: Tensor | None,
 ) -> None:
-    """A random worker's bit where `alive`, the *or* of all bits elsewhere (everywhere when there is no map).
+    """A random worker's bit where `active`, the *or* of all bits elsewhere (everywhere when there is no map).
 
     `rows` is `(n, packet)`; words begin at `byte` of each row and at `answer_byte` of `answer`.
     """
     n = rows.shape[0]
     bits = torch.stack([unpack(words_at(row, byte, words)) for row in rows])
     living = torch.zeros(64 * words, dtype=torch.bool, device=rows.device)
-    if alive is not None:
-        living = unpack(alive[first_word : first_word + words])
+    if active is not None:
+        living = unpack(active[first_word : first_word + words])
     elements = torch.arange(64 * first_word, 64 * (first_word + words), device=rows.device)
     low, high = torch.zeros_like(elements), torch.full_like(elements, n)
     level = 0
@@ -182,7 +182,7 @@ def vote_bit(
 def vote_majority(
     rows: Tensor,
     byte: int,
-    alive: Tensor,
+    active: Tensor,
     *,
     first_word: int,
     words: int,
@@ -191,12 +191,12 @@ def vote_majority(
     casting: int,
     signal: Tensor | None,
 ) -> None:
-    """What most workers say where `alive`, or in a tie what the worker `casting` says; elsewhere the *or* of all bits.
+    """What most workers say where `active`, or in a tie what the worker `casting` says; elsewhere the *or* of all bits.
 
     Arguments are as above.
     """
     bits = torch.stack([unpack(words_at(row, byte, words)) for row in rows])
-    living = unpack(alive[first_word : first_word + words])
+    living = unpack(active[first_word : first_word + words])
     lead = 2 * bits.sum(0) - rows.shape[0]
     most = torch.where(lead == 0, bits[casting], lead > 0)
     words_at(answer, answer_byte, words).copy_(pack(torch.where(living, most, bits.any(0))))
@@ -206,7 +206,7 @@ def vote_majority(
 def vote_count(
     rows: Tensor,
     byte: int,
-    alive: Tensor,
+    active: Tensor,
     *,
     first_word: int,
     words: int,
@@ -220,7 +220,7 @@ def vote_count(
     counts = bits.sum(0)
     for plane in range(planes):
         words_at(answer, answer_byte + 8 * words * plane, words).copy_(pack((counts >> plane) & 1 == 1))
-    _add_signal(bits, unpack(alive[first_word : first_word + words]), signal)
+    _add_signal(bits, unpack(active[first_word : first_word + words]), signal)
 
 
 def _add_signal(bits: Tensor, living: Tensor, signal: Tensor | None) -> None:
@@ -233,7 +233,7 @@ def _add_signal(bits: Tensor, living: Tensor, signal: Tensor | None) -> None:
 
 
 def adopt(
-    alive: Tensor,
+    active: Tensor,
     *,
     first_word: int,
     shard_words: int,
@@ -243,21 +243,21 @@ def adopt(
     period: int,
     phase: int,
 ) -> None:
-    """Bring `alive` up to date with a bucket's answers, a row a shard: hellos at `byte`, then the roll call's words."""
+    """Update `active` from a bucket's answers, one row per shard: activation bits at `byte`, then refreshed words."""
     for shard, answer in enumerate(answers):
         start = first_word + shard * shard_words
         for plane in range(planes):
             hello = words_at(answer, byte + 8 * shard_words * plane, shard_words)
-            alive[start : start + shard_words] |= hello
+            active[start : start + shard_words] |= hello
         called = [w for w in range(start, start + shard_words) if w % period == phase]
-        alive[called] = words_at(answer, byte + 8 * shard_words * planes, len(called))
+        active[called] = words_at(answer, byte + 8 * shard_words * planes, len(called))
 
 
 def birder_apply(
     runs: Tensor,
     x: Tensor,
     low: Tensor | None,
-    alive: Tensor,
+    active: Tensor,
     answers: Tensor,
     *,
     planes: int,
@@ -280,7 +280,7 @@ def birder_apply(
             move = -((2 * counts - workers).to(torch.float32) * (lr / workers))
         else:
             move = (1 - 2 * counts).to(torch.float32) * lr
-        _move(x, low, run.of_param, run.bits_of(alive), move, decay)
+        _move(x, low, run.of_param, run.bits_of(active), move, decay)
 
 
 def dense_apply(runs: Tensor, x: Tensor, low: Tensor | None, answers: Tensor, *, lr: float, decay: float) -> None:

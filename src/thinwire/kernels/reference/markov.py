@@ -3,7 +3,7 @@
 Everybody adds up what a worker has said, so the sum follows what the worker means. The scale of a message is known only
 when a whole shard has been encoded: a memory `known` has the sum without the last message, whose signs are in `said`.
 
-A coordinate is *alive* once all workers know that somebody has a gradient for it. Before that its bit is a hello: one
+A coordinate is *active* once all workers know that somebody has a gradient for it. Before that its bit is a hello: one
 for a value that is not zero.
 """
 
@@ -25,7 +25,7 @@ def markov_encode(
     said: Tensor,
     busy: Tensor,
     spoke: Tensor,
-    alive: Tensor,
+    active: Tensor,
     packets: Tensor,
     *,
     sent_scales: Tensor,
@@ -37,14 +37,14 @@ def markov_encode(
     mode: int,
     largest: float = LARGEST,
 ) -> bool:
-    """Write the signs of what a worker means less what it has said, and hellos where nobody is alive.
+    """Write the signs of what a worker means less what it has said, and hellos where nobody is active.
 
     A worker means its scaled gradient, none being zeros, or with `m` the momentum that takes it in. `known` and `m`
     have the element `e` of the flat space at `e - shift`, and so have `said` its word and `busy` a byte for the word:
-    whether the worker means anything but zeros there. `spoke` and `alive` are words of the flat space. What has been
+    whether the worker means anything but zeros there. `spoke` and `active` are words of the flat space. What has been
     said is `known`, and where it `spoke` the sign in `said` times `sent_scales` too.
 
-    A GREETING lets `known` keep a gradient for which it says hello, as nothing has been said there, and a RECALL, which
+    ACTIVATION lets `known` keep a gradient for which it sends an activation bit: nothing was sent there. RECALL, which
     may follow with a better map of the living, takes it from there: it means `known`, and nothing has been said.
 
     An element whose gradient is no number, huge, or scaled not at most `largest` in magnitude says what it said before,
@@ -54,7 +54,7 @@ def markov_encode(
     bad = False
     for i, run in enumerate(each_run(runs)):
         here, words = known[run.of_flat(shift)], _own_words(run, said, shift)
-        living = run.bits_of(alive)
+        living = run.bits_of(active)
         if mode == Say.RECALL:
             meant, before = here.clone(), torch.zeros(run.count, device=here.device)
         else:
@@ -71,7 +71,7 @@ def markov_encode(
         words.copy_(words_at(packets, run.byte, run.words))
         _own_words(run, busy, shift).copy_(padded(meant != 0).view(-1, 64).any(1))
         _write_sums(sums[i], change, living)
-        keeps_hello = mode == Say.GREETING and m is None
+        keeps_hello = mode == Say.ACTIVATION and m is None
         here.copy_(torch.where(living, before, meant) if keeps_hello else before)
     return bad
 
@@ -81,7 +81,7 @@ def markov_merge(
     rows: Tensor,
     mean: Tensor,
     g: Tensor,
-    alive: Tensor,
+    active: Tensor,
     answer: Tensor,
     *,
     scales: Tensor,
@@ -101,7 +101,7 @@ def markov_merge(
         for row, scale in zip(rows[1:], scales[1:], strict=True):
             total = total + signed(run.bits_in(row), scale)
             hello = hello | run.bits_in(row)
-        living, here = run.bits_of(alive), mean[run.of_flat(shift)]
+        living, here = run.bits_of(active), mean[run.of_flat(shift)]
         here.copy_(torch.where(living, here + total * share, here))
         change = here - g[run.of_flat()]
         run.write_bits(answer, torch.where(living, change >= 0, hello))

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels.header import (
+    ACTIVATION,
     CHECKED,
     CHECKSUM_FORMAT,
     FIELDS_FORMAT,
-    GREETING,
     HEADER_BYTES,
     HEARD,
     MAGIC,
@@ -88,9 +88,9 @@ def _look(
     head = bytes(packet[:HEADER_BYTES].tolist())
     (claimed,) = _CHECKSUM.unpack_from(head)
     magic, version, seen, *fields = _FIELDS.unpack_from(head, _CHECKSUM.size)
-    received = (claimed, magic, version, *fields, seen & GREETING, seen & SYNCHRONIZE)
+    received = (claimed, magic, version, *fields, seen & ACTIVATION, seen & SYNCHRONIZE)
     due = (checksum(packet[_CHECKSUM.size :]), MAGIC, VERSION, sender, step, bucket, packet.numel() - HEADER_BYTES)
-    wanted = (*due, layout, flags & GREETING, flags & SYNCHRONIZE)
+    wanted = (*due, layout, flags & ACTIVATION, flags & SYNCHRONIZE)
     for code, (_, got, want) in enumerate(zip(CHECKED, received, wanted, strict=True), start=1):
         if got != want:
             return code, got, want, 0

@@ -5,12 +5,12 @@ from __future__ import annotations
 from thinwire.kernels.triton.adam import adam_apply, precondition
 from thinwire.kernels.triton.amsgrad import amsgrad_apply, momentum_sum
 from thinwire.kernels.triton.birder import (
+    activity_refresh,
     adopt,
     birder_apply,
     birder_direction,
     birder_encode,
     dense_apply,
-    roll_call,
 )
 from thinwire.kernels.triton.dense import dense_encode, mean
 from thinwire.kernels.triton.lamb import lamb_apply, lamb_measure, onebit_lamb_measure, square_sum
@@ -21,6 +21,7 @@ from thinwire.kernels.triton.sign import momentum_encode, sign_apply, sign_encod
 from thinwire.kernels.triton.votes import vote_bit, vote_count, vote_majority
 
 __all__ = [
+    "activity_refresh",
     "adam_apply",
     "adopt",
     "amsgrad_apply",
@@ -42,7 +43,6 @@ __all__ = [
     "packet_check",
     "packet_seal",
     "precondition",
-    "roll_call",
     "shard_scale",
     "sign_apply",
     "sign_encode",

@@ -38,7 +38,7 @@ from thinwire.kernels.triton.common import (
 
 @jit(do_not_specialize=["beta1", "rest1", "beta2", "rest2", "eps", "rate", "correction", "decay", "parameter"])
 def _amsgrad_apply(
-    runs, x, low, g, m, v, peak, packets, scales, alive,
+    runs, x, low, g, m, v, peak, packets, scales, active,
     beta1, rest1, beta2, rest2, eps, rate, correction, decay, gate, parameter,
     HAS_X: tl.constexpr, HAS_LOW: tl.constexpr, SOURCE: tl.constexpr, GATED: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
@@ -55,7 +55,7 @@ def _amsgrad_apply(
                 gradient = tl.load(g + here, mask=mask, other=0.0)
             if SOURCE == 1:
                 up = unpack(tl.load(words_of(packets, byte) + word, mask=word_mask, other=0))
-                living = unpack(tl.load(alive + element // 64 + word, mask=word_mask, other=0))
+                living = unpack(tl.load(active + element // 64 + word, mask=word_mask, other=0))
                 gradient = tl.where(living, gradient + signed(up, tl.load(scales + shard)), gradient)
                 tl.store(g + here, gradient, mask=mask)
             if HAS_X:  # noqa: SIM102 (the compiler leaves out what follows; the other is only known when it runs)
@@ -82,7 +82,7 @@ def amsgrad_apply(
     peak: Tensor | None,
     packets: Tensor | None,
     scales: Tensor | None,
-    alive: Tensor | None,
+    active: Tensor | None,
     *,
     beta1: float,
     beta2: float,
@@ -97,13 +97,13 @@ def amsgrad_apply(
     on = packets if g is None else g
     assert on is not None
     device = home_of("amsgrad_apply", "packets" if g is None else "g", on)
-    arguments.amsgrad_apply(runs, x, low, g, m, v, peak, packets, scales, alive, source, device)
+    arguments.amsgrad_apply(runs, x, low, g, m, v, peak, packets, scales, active, source, device)
     need_of_device("amsgrad_apply", device, gate=gate)
     table, grid = runs_on(device, runs)
     opens, parameter, gated = gate_of(gate)
     launch(
         _amsgrad_apply, grid, on,
-        table, x, low, g, m, v, peak, packets, scales, alive,
+        table, x, low, g, m, v, peak, packets, scales, active,
         float(beta1), 1.0 - beta1, float(beta2), 1.0 - beta2, float(eps), float(rate), float(correction), float(decay),
         opens, parameter,
         HAS_X=x is not None, HAS_LOW=low is not None, SOURCE=int(source), GATED=gated, WORDS=WORDS,

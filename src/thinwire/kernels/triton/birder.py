@@ -70,7 +70,7 @@ def _absorb(
 
 @jit(do_not_specialize=["beta", "rest", "beta_b", "rest_b", "level", "eps", "scale", "key"])
 def _encode(
-    runs, grad, m, b, alive, packets, bad, beta, rest, beta_b, rest_b, level, eps, scale, key, shift,
+    runs, grad, m, b, active, packets, bad, beta, rest, beta_b, rest_b, level, eps, scale, key, shift,
     HAS_GRAD: tl.constexpr, ON_DEVICE: tl.constexpr, AMSGRAD: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     element, in_param, count, byte, _, _ = run_at(runs, tl.program_id(1))
@@ -86,7 +86,7 @@ def _encode(
             first = element + tl.program_id(0).to(tl.int64) * (WORDS * 64)
             votes = pack(m_now > uniform(key, first, element + offset) * ((b_now + eps) * level))
             hello = pack((tl.abs(m_now) if AMSGRAD else tl.abs(b_now)) > eps)
-            living = tl.load(alive + element // 64 + word, mask=word_mask, other=0)
+            living = tl.load(active + element // 64 + word, mask=word_mask, other=0)
             tl.store(words_of(packets, byte) + word, (votes & living) | (hello & ~living), mask=word_mask)
 
 
@@ -95,7 +95,7 @@ def birder_encode(
     grad: Tensor | None,
     m: Tensor,
     b: Tensor,
-    alive: Tensor,
+    active: Tensor,
     packets: Tensor,
     *,
     beta: float,
@@ -110,14 +110,14 @@ def birder_encode(
 ) -> None:
     """See the reference."""
     device = home_of("birder_encode", "m", m)
-    arguments.birder_encode(runs, grad, m, b, alive, packets, shift, device)
+    arguments.birder_encode(runs, grad, m, b, active, packets, shift, device)
     need_of_device("birder_encode", device, bad=bad, scale=scale)
     beta_b = beta if beta_b is None else beta_b
     table, grid = runs_on(device, runs)
     factor, on_device = number(scale)
     launch(
         _encode, grid, m,
-        table, grad, m, b, alive, packets, bad, float(beta), 1.0 - beta, float(beta_b), 1.0 - beta_b, float(level),
+        table, grad, m, b, active, packets, bad, float(beta), 1.0 - beta, float(beta_b), 1.0 - beta_b, float(level),
         float(eps), factor, key_of(key), shift,
         HAS_GRAD=grad is not None, ON_DEVICE=on_device, AMSGRAD=amsgrad, WORDS=WORDS,
     )  # fmt: skip
@@ -180,7 +180,9 @@ def birder_direction(
 
 
 @jit(do_not_specialize=["first_word", "phase", "eps"])
-def _roll_call(state, first_word, shard_words, period, phase, eps, packets, stride, offset, shift, WORDS: tl.constexpr):
+def _activity_refresh(
+    state, first_word, shard_words, period, phase, eps, packets, stride, offset, shift, WORDS: tl.constexpr
+):
     start = first_word + tl.program_id(1).to(tl.int64) * shard_words
     place, _ = tile(WORDS)
     word = start + (phase + period - start % period) % period + place * period
@@ -191,7 +193,7 @@ def _roll_call(state, first_word, shard_words, period, phase, eps, packets, stri
     tl.store(to + place, pack(lives), mask=mask)
 
 
-def roll_call(
+def activity_refresh(
     state: Tensor,
     *,
     first_word: int,
@@ -205,12 +207,12 @@ def roll_call(
     shift: int = 0,
 ) -> None:
     """See the reference; `shift` is a multiple of 64."""
-    device = home_of("roll_call", "state", state)
-    arguments.roll_call(state, first_word, shard_words, shards, period, phase, packets, offset, shift, device)
+    device = home_of("activity_refresh", "state", state)
+    arguments.activity_refresh(state, first_word, shard_words, shards, period, phase, packets, offset, shift, device)
     assert shift % WORD.value == 0
     called = triton.cdiv(shard_words, period)
     launch(
-        _roll_call, (triton.cdiv(called, WORDS), shards), state,
+        _activity_refresh, (triton.cdiv(called, WORDS), shards), state,
         state, first_word, shard_words, period, phase, float(eps), packets, packets.stride(0), offset, shift,
         WORDS=WORDS,
     )  # fmt: skip
@@ -218,14 +220,14 @@ def roll_call(
 
 @jit(do_not_specialize=["first_word", "phase", "parameter"])
 def _adopt(
-    alive, first_word, shard_words, answers, stride, byte, period, phase, gate, parameter,
+    active, first_word, shard_words, answers, stride, byte, period, phase, gate, parameter,
     PLANES: tl.constexpr, GATED: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     shard = tl.program_id(1).to(tl.int64)
     start = first_word + shard * shard_words
     place = tl.program_id(0).to(tl.int64) * WORDS + tl.arange(0, WORDS)
     mask = place < count_if_open(shard_words, gate, parameter, GATED)
-    living = tl.load(alive + start + place, mask=mask, other=0)
+    living = tl.load(active + start + place, mask=mask, other=0)
     hellos = words_of(answers, shard * stride + byte)
     for plane in tl.static_range(PLANES):
         living |= tl.load(hellos + plane * shard_words + place, mask=mask, other=0)
@@ -233,11 +235,11 @@ def _adopt(
     called = mask & (after_first >= 0) & (after_first % period == 0)
     calls = hellos + PLANES * shard_words
     living = tl.where(called, tl.load(calls + after_first // period, mask=called, other=0), living)
-    tl.store(alive + start + place, living, mask=mask)
+    tl.store(active + start + place, living, mask=mask)
 
 
 def adopt(
-    alive: Tensor,
+    active: Tensor,
     *,
     first_word: int,
     shard_words: int,
@@ -249,13 +251,13 @@ def adopt(
     gate: Gate | None = None,
 ) -> None:
     """See the reference."""
-    device = home_of("adopt", "alive", alive)
-    arguments.adopt(alive, first_word, shard_words, answers, byte, planes, period, phase, device)
+    device = home_of("adopt", "active", active)
+    arguments.adopt(active, first_word, shard_words, answers, byte, planes, period, phase, device)
     need_of_device("adopt", device, gate=gate)
     opens, parameter, gated = gate_of(gate)
     launch(
-        _adopt, (triton.cdiv(shard_words, _MAP_WORDS), answers.shape[0]), alive,
-        alive, first_word, shard_words, answers, answers.stride(0), byte, period, phase, opens, parameter,
+        _adopt, (triton.cdiv(shard_words, _MAP_WORDS), answers.shape[0]), active,
+        active, first_word, shard_words, answers, answers.stride(0), byte, period, phase, opens, parameter,
         PLANES=planes, GATED=gated, WORDS=_MAP_WORDS,
     )  # fmt: skip
 
@@ -271,7 +273,7 @@ def _move(x, low, at, mask, lives, move, decay, HAS_LOW: tl.constexpr):
 
 @jit(do_not_specialize=["workers", "rate", "decay", "parameter"])
 def _birder_apply(
-    runs, x, low, alive, answers, workers, rate, decay, gate, parameter,
+    runs, x, low, active, answers, workers, rate, decay, gate, parameter,
     PLANES: tl.constexpr, HAS_LOW: tl.constexpr, GATED: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     element, in_param, count, byte, plane_bytes, _ = run_at(runs, tl.program_id(1))
@@ -285,7 +287,7 @@ def _birder_apply(
                 bits = tl.load(words_of(answers, byte + plane * plane_bytes) + word, mask=word_mask, other=0)
                 votes += unpack(bits).to(tl.int32) << plane
             move = (2 * votes - workers).to(tl.float32) * rate * -1.0
-            lives = unpack(tl.load(alive + element // 64 + word, mask=word_mask, other=0))
+            lives = unpack(tl.load(active + element // 64 + word, mask=word_mask, other=0))
             _move(x, low, in_param + offset, mask, lives, move, decay, HAS_LOW)
 
 
@@ -293,7 +295,7 @@ def birder_apply(
     runs: Tensor,
     x: Tensor,
     low: Tensor | None,
-    alive: Tensor,
+    active: Tensor,
     answers: Tensor,
     *,
     planes: int,
@@ -304,14 +306,14 @@ def birder_apply(
 ) -> None:
     """See the reference."""
     device = home_of("birder_apply", "x", x)
-    arguments.birder_apply(runs, x, low, alive, answers, planes, device)
+    arguments.birder_apply(runs, x, low, active, answers, planes, device)
     need_of_device("birder_apply", device, gate=gate)
     table, grid = runs_on(device, runs)
     opens, parameter, gated = gate_of(gate)
     votes = workers or 1  # a sign is the vote of one
     launch(
         _birder_apply, grid, x,
-        table, x, low, alive, answers, votes, lr / votes, float(decay), opens, parameter,
+        table, x, low, active, answers, votes, lr / votes, float(decay), opens, parameter,
         PLANES=planes, HAS_LOW=low is not None, GATED=gated, WORDS=WORDS,
     )  # fmt: skip
 

@@ -70,7 +70,7 @@ def _write_sums(sums, word, word_mask, room, change, living, WORDS: tl.constexpr
 
 @jit(do_not_specialize=["beta", "weight", "scale", "largest"])
 def _markov_encode(
-    runs, grad, m, known, said, busy, spoke, alive, packets, sent_scales, sums, room, bad,
+    runs, grad, m, known, said, busy, spoke, active, packets, sent_scales, sums, room, bad,
     beta, weight, scale, largest, shift,
     HAS_GRAD: tl.constexpr, HAS_M: tl.constexpr, ON_DEVICE: tl.constexpr, MODE: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
@@ -81,7 +81,7 @@ def _markov_encode(
         if has_tile(count, full, WORDS):
             mask, word_mask = inside(offset, count, full), inside(word * 64, count, full)
             at, own = element - shift + offset, (element - shift) // 64 + word
-            living = unpack(tl.load(alive + element // 64 + word, mask=word_mask, other=0)) & mask
+            living = unpack(tl.load(active + element // 64 + word, mask=word_mask, other=0)) & mask
             here = tl.load(known + at, mask=mask, other=0.0)
             if MODE == 2:
                 meant, taken, before = here, mask, tl.zeros(mask.shape, dtype=tl.float32)
@@ -116,7 +116,7 @@ def markov_encode(
     said: Tensor,
     busy: Tensor,
     spoke: Tensor,
-    alive: Tensor,
+    active: Tensor,
     packets: Tensor,
     *,
     sent_scales: Tensor,
@@ -131,14 +131,14 @@ def markov_encode(
 ) -> None:
     """See the reference."""
     device = home_of("markov_encode", "known", known)
-    arguments.markov_encode(runs, grad, m, known, said, busy, spoke, alive, packets, sent_scales, sums, shift, device)
+    arguments.markov_encode(runs, grad, m, known, said, busy, spoke, active, packets, sent_scales, sums, shift, device)
     need_of_device("markov_encode", device, bad=bad, scale=scale)
     table, grid = runs_on(device, runs)
     by_tile = room_for_sums(grid, known.device, _SUMS)
     factor, on_device = number(scale)
     launch(
         _markov_encode, grid, known,
-        table, grad, m, known, said, busy, spoke, alive, packets, sent_scales, by_tile, by_tile.shape[-1], bad,
+        table, grad, m, known, said, busy, spoke, active, packets, sent_scales, by_tile, by_tile.shape[-1], bad,
         float(beta), float(weight), factor, float(largest), shift,
         HAS_GRAD=grad is not None, HAS_M=m is not None, ON_DEVICE=on_device, MODE=int(mode), WORDS=WORDS,
         num_warps=_WARPS,
@@ -148,7 +148,7 @@ def markov_encode(
 
 @jit(do_not_specialize=["workers", "share"])
 def _markov_merge(
-    runs, rows, row_bytes, workers, mean, g, alive, answer, scales, sums, room, share, shift, WORDS: tl.constexpr
+    runs, rows, row_bytes, workers, mean, g, active, answer, scales, sums, room, share, shift, WORDS: tl.constexpr
 ):
     element, _, count, byte, _, _ = run_at(runs, tl.program_id(1))
     sums += tl.program_id(1).to(tl.int64) * (3 * room)
@@ -165,7 +165,7 @@ def _markov_merge(
                 total += signed(unpack(words), tl.load(scales + worker))
                 hello |= words
             at = element - shift + offset
-            living = unpack(tl.load(alive + element // 64 + word, mask=word_mask, other=0)) & mask
+            living = unpack(tl.load(active + element // 64 + word, mask=word_mask, other=0)) & mask
             here = tl.load(mean + at, mask=mask, other=0.0)
             here = tl.where(living, here + total * share, here)
             tl.store(mean + at, here, mask=mask)
@@ -180,7 +180,7 @@ def markov_merge(
     rows: Tensor,
     mean: Tensor,
     g: Tensor,
-    alive: Tensor,
+    active: Tensor,
     answer: Tensor,
     *,
     scales: Tensor,
@@ -189,12 +189,12 @@ def markov_merge(
 ) -> None:
     """See the reference."""
     device = home_of("markov_merge", "mean", mean)
-    arguments.markov_merge(runs, rows, mean, g, alive, answer, scales, sums, shift, device)
+    arguments.markov_merge(runs, rows, mean, g, active, answer, scales, sums, shift, device)
     table, grid = runs_on(device, runs)
     by_tile = room_for_sums(grid, mean.device, _SUMS)
     launch(
         _markov_merge, grid, mean,
-        table, rows, rows.stride(0), rows.shape[0], mean, g, alive, answer, scales, by_tile, by_tile.shape[-1],
+        table, rows, rows.stride(0), rows.shape[0], mean, g, active, answer, scales, by_tile, by_tile.shape[-1],
         1.0 / rows.shape[0], shift,
         WORDS=WORDS, num_warps=_WARPS,
     )  # fmt: skip

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from thinwire.kernels import arguments
 from thinwire.kernels.header import (
+    ACTIVATION,
     CHECKED,
-    GREETING,
     HEADER_BYTES,
     HEARD,
     MAGIC,
@@ -40,7 +40,7 @@ _WORD_BYTES = 4
 _MAGIC_AND_VERSION = tl.constexpr(MAGIC | VERSION << 16)
 _MAGIC, _VERSION = tl.constexpr(MAGIC), tl.constexpr(VERSION)
 _NONFINITE, _REFUSED, _RAISED = tl.constexpr(NONFINITE), tl.constexpr(REFUSED), tl.constexpr(RAISED)
-_GREETING, _SYNCHRONIZE = tl.constexpr(GREETING), tl.constexpr(SYNCHRONIZE)
+_GREETING, _SYNCHRONIZE = tl.constexpr(ACTIVATION), tl.constexpr(SYNCHRONIZE)
 _HEARD = tl.constexpr(HEARD)
 _FLAGS, _CODE, _SENDER = (
     tl.constexpr(int(Status.FLAGS)),

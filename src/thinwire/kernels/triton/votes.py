@@ -38,7 +38,7 @@ def _below(key, threshold, bits, first, lane):
 
 @jit(do_not_specialize=["workers", "first_lane", "lanes", "key"])
 def _vote_bit(
-    rows, stride, byte, workers, alive, first_lane, lanes, answer, answer_byte, key,
+    rows, stride, byte, workers, active, first_lane, lanes, answer, answer_byte, key,
     HAS_MAP: tl.constexpr, LEVELS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     start = tl.program_id(0).to(tl.int64) * LANES
@@ -71,7 +71,7 @@ def _vote_bit(
                 low, size = tl.where(left, low, low + half), tl.where(left, half, size - half)
             chosen |= votes
     if HAS_MAP:
-        living = tl.load(_lanes_of(alive, 0) + first_lane + place, mask=mask, other=0)
+        living = tl.load(_lanes_of(active, 0) + first_lane + place, mask=mask, other=0)
         some = (chosen & living) | (some & ~living)
     tl.store(_lanes_of(answer, answer_byte) + place, some, mask=mask)
 
@@ -79,7 +79,7 @@ def _vote_bit(
 def vote_bit(
     rows: Tensor,
     byte: int,
-    alive: Tensor | None,
+    active: Tensor | None,
     *,
     first_word: int,
     words: int,
@@ -90,14 +90,14 @@ def vote_bit(
 ) -> None:
     """See the reference."""
     device = home_of("vote_bit", "rows", rows)
-    arguments.vote_bit(rows, byte, alive, first_word, words, answer, answer_byte, signal, device)
+    arguments.vote_bit(rows, byte, active, first_word, words, answer, answer_byte, signal, device)
     workers = rows.shape[0]
     launch(
         _vote_bit, (triton.cdiv(2 * words, _LANES),), rows,
-        rows, rows.stride(0), byte, workers, alive, 2 * first_word, 2 * words, answer, answer_byte, key_of(key),
-        HAS_MAP=alive is not None, LEVELS=(workers - 1).bit_length(), LANES=_LANES,
+        rows, rows.stride(0), byte, workers, active, 2 * first_word, 2 * words, answer, answer_byte, key_of(key),
+        HAS_MAP=active is not None, LEVELS=(workers - 1).bit_length(), LANES=_LANES,
     )  # fmt: skip
-    _add_signal(rows, byte, alive, first_word, words, signal)
+    _add_signal(rows, byte, active, first_word, words, signal)
 
 
 @triton.jit
@@ -118,7 +118,7 @@ def _counts(rows, stride, byte, workers, place, mask, PLANES: tl.constexpr, LANE
 
 @jit(do_not_specialize=["workers", "first_lane", "lanes", "casting"])
 def _vote_majority(
-    rows, stride, byte, workers, alive, first_lane, lanes, answer, answer_byte, casting,
+    rows, stride, byte, workers, active, first_lane, lanes, answer, answer_byte, casting,
     PLANES: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
@@ -132,14 +132,14 @@ def _vote_majority(
     for plane in tl.static_range(PLANES):
         some |= counts[plane]
         more = tl.where((((workers >> 1) >> plane) & 1) == 0, counts[plane] | more, counts[plane] & more)
-    living = tl.load(_lanes_of(alive, 0) + first_lane + place, mask=mask, other=0)
+    living = tl.load(_lanes_of(active, 0) + first_lane + place, mask=mask, other=0)
     tl.store(_lanes_of(answer, answer_byte) + place, (more & living) | (some & ~living), mask=mask)
 
 
 def vote_majority(
     rows: Tensor,
     byte: int,
-    alive: Tensor,
+    active: Tensor,
     *,
     first_word: int,
     words: int,
@@ -150,14 +150,14 @@ def vote_majority(
 ) -> None:
     """See the reference."""
     device = home_of("vote_majority", "rows", rows)
-    arguments.vote_majority(rows, byte, alive, first_word, words, answer, answer_byte, casting, signal, device)
+    arguments.vote_majority(rows, byte, active, first_word, words, answer, answer_byte, casting, signal, device)
     workers = rows.shape[0]
     launch(
         _vote_majority, (triton.cdiv(2 * words, _LANES),), rows,
-        rows, rows.stride(0), byte, workers, alive, 2 * first_word, 2 * words, answer, answer_byte, casting,
+        rows, rows.stride(0), byte, workers, active, 2 * first_word, 2 * words, answer, answer_byte, casting,
         PLANES=workers.bit_length(), LANES=_LANES,
     )  # fmt: skip
-    _add_signal(rows, byte, alive, first_word, words, signal)
+    _add_signal(rows, byte, active, first_word, words, signal)
 
 
 @jit(do_not_specialize=["workers"])
@@ -173,7 +173,7 @@ def _vote_count(rows, stride, byte, workers, lanes, answer, answer_byte, PLANES:
 def vote_count(
     rows: Tensor,
     byte: int,
-    alive: Tensor,
+    active: Tensor,
     *,
     first_word: int,
     words: int,
@@ -184,17 +184,17 @@ def vote_count(
 ) -> None:
     """See the reference."""
     device = home_of("vote_count", "rows", rows)
-    arguments.vote_count(rows, byte, alive, first_word, words, planes, answer, answer_byte, signal, device)
+    arguments.vote_count(rows, byte, active, first_word, words, planes, answer, answer_byte, signal, device)
     launch(
         _vote_count, (triton.cdiv(2 * words, _LANES),), rows,
         rows, rows.stride(0), byte, rows.shape[0], 2 * words, answer, answer_byte,
         PLANES=planes, LANES=_LANES,
     )  # fmt: skip
-    _add_signal(rows, byte, alive, first_word, words, signal)
+    _add_signal(rows, byte, active, first_word, words, signal)
 
 
 @jit(do_not_specialize=["workers", "first_lane", "lanes"])
-def _signal(rows, stride, byte, workers, alive, first_lane, lanes, signal, EVERY: tl.constexpr, LANES: tl.constexpr):
+def _signal(rows, stride, byte, workers, active, first_lane, lanes, signal, EVERY: tl.constexpr, LANES: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * (EVERY * LANES) + tl.arange(0, LANES)
     mask = place < lanes
     bit = tl.arange(0, 32)[None, :].to(tl.uint32)
@@ -202,7 +202,7 @@ def _signal(rows, stride, byte, workers, alive, first_lane, lanes, signal, EVERY
     for row in range(workers):
         votes = tl.load(_lanes_of(rows, tl.cast(row, tl.int64) * stride + byte) + place, mask=mask, other=0)
         counts += ((votes[:, None] >> bit) & 1).to(tl.int32)
-    living = tl.load(_lanes_of(alive, 0) + first_lane + place, mask=mask, other=0)
+    living = tl.load(_lanes_of(active, 0) + first_lane + place, mask=mask, other=0)
     lives = ((living[:, None] >> bit) & 1).to(tl.int32)
     majority = tl.abs(2 * counts - workers) * lives
     tl.atomic_add(signal, tl.sum(tl.sum(majority, axis=1), axis=0).to(tl.int64), sem="relaxed")
@@ -210,11 +210,11 @@ def _signal(rows, stride, byte, workers, alive, first_lane, lanes, signal, EVERY
 
 
 def _add_signal(
-    rows: Tensor, byte: int, alive: Tensor | None, first_word: int, words: int, signal: Tensor | None
+    rows: Tensor, byte: int, active: Tensor | None, first_word: int, words: int, signal: Tensor | None
 ) -> None:
-    if signal is not None and alive is not None:
+    if signal is not None and active is not None:
         launch(
             _signal, (triton.cdiv(2 * words, _SIGNAL_EVERY * _SIGNAL_LANES),), rows,
-            rows, rows.stride(0), byte, rows.shape[0], alive, 2 * first_word, 2 * words, signal,
+            rows, rows.stride(0), byte, rows.shape[0], active, 2 * first_word, 2 * words, signal,
             EVERY=_SIGNAL_EVERY, LANES=_SIGNAL_LANES,
         )  # fmt: skip

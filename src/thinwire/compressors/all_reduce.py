@@ -1,0 +1,96 @@
+"""A plain all-reduce by the stages that there are: encodings that add are averaged over workers, as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from thinwire.compressors.codecs import AddingCodec
+from thinwire.compressors.dense import Dense
+from thinwire.kernels.ops import Kernels
+from thinwire.transport import packet
+from thinwire.transport.buffers import Part
+from thinwire.transport.exchange import Job
+from thinwire.transport.lanes import Channel, Presence, Transport
+from thinwire.transport.layout import Layout, bucket_elements
+from thinwire.transport.memory import HOST
+from thinwire.transport.node import Node
+from thinwire.transport.topology import Topology
+
+
+class Sum:
+    """Encodings of some vectors, averaged over workers and summed over the ranks of each: a rank of a node encodes its
+    own slices, and zeros for the others.
+
+    Args:
+        contents: a codec and the length of a vector for each of them.
+        topology: who takes part.
+        kernels: the backend.
+        channel: its number among the channels that share connections.
+
+    Raises:
+        TypeError: for a codec whose encodings do not add: their sum would say nothing.
+    """
+
+    def __init__(
+        self, contents: Sequence[tuple[AddingCodec, int]], topology: Topology, kernels: Kernels, channel: int = 0
+    ) -> None:
+        for codec, _ in contents:
+            if not isinstance(codec, AddingCodec):
+                raise TypeError(
+                    f"{type(codec).__name__} in a sum: the sum of its encodings is not the encoding of a sum; expected "
+                    "an AddingCodec, such as CountSketch or Floats"
+                )
+        sizes = [codec.nbytes(length) for codec, length in contents]
+        memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=HOST)
+        self.packets = list(memory.split(sizes))
+        """One for each content: to be encoded into before `exchange`, and afterwards the encoding of the mean."""
+        self._floats = memory.view(torch.float32)
+        self._topology = topology
+        self._kernels = kernels
+        numel = self._floats.numel()
+        layout = Layout(
+            [numel],
+            topology.workers,
+            bucket_elements(None, numel),
+            slices=topology.slices,
+            own_slice=topology.own_slice,
+        )
+        self._dense = Dense(kernels)
+        self._channel = Channel(self._dense, layout, topology, channel)
+        self._node: Node | None = None
+
+    def disconnect(self) -> None:
+        """Forget the connections over which packets have travelled."""
+        self._channel.disconnect()
+        self._node = None
+
+    def exchange(self, transport: Transport, step: int, flags: int) -> int:
+        """Average over all ranks, which must all do so in this step; the flags seen."""
+        link, buffers = transport.link, self._channel.buffers
+        if link.node_connection is not None and self._node is None:
+            self._node = Node(buffers, self._topology, link.node_connection, torch.float32, self._kernels, link.meter)
+        presence = Presence(len(buffers.frames))
+        transport.begin(self._channel, self._node, step)
+        encode_mean = None if self._node is None else self._encode_mean
+        for part in buffers.parts[0]:
+            bucket = part.frame.bucket
+            presence.now[bucket.index] = part.presence
+            if self._node is None:
+                with link.meter.encode:
+                    self._dense.encode(part, self._floats, 1.0)
+            else:
+                self._node.stage(0, bucket, self._floats, 1.0)
+            transport.submit(Job(part.frame, step, flags), presence, encode_mean, gradients=True)
+        with link.meter.exposed_wait:
+            transport.drain()
+        for part in buffers.parts[0]:
+            for _, start, count, byte, *_ in part.down_runs.tolist():
+                self._floats[start : start + count] = buffers.answers[byte : byte + 4 * count].view(torch.float32)
+        return transport.flags_seen
+
+    def _encode_mean(self, _: int, part: Part, mean: Tensor | None) -> int:
+        # A mean of slices and zeros, which should be their sum.
+        return packet.NONFINITE if self._dense.encode(part, mean, float(self._topology.slices)) else 0

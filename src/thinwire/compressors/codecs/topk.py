@@ -1,0 +1,73 @@
+"""Top-k: the largest elements as they are, by index and value, and zero for all others."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from thinwire.compressors.codecs import Projection
+from thinwire.compressors.codecs._scratch import Scratch
+from thinwire.kernels.ops import Kernels
+
+_ENTRY_BYTES = 8
+
+
+def check_ratio(ratio: float) -> None:
+    """Refuse what is no share of anything.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    if not 0 < ratio <= 1:
+        raise ValueError(f"ratio={ratio!r}: expected a number in (0, 1], the share of elements that travel")
+
+
+class TopK(Projection):
+    """Eight bytes for each of the largest elements; of equal ones the first.
+
+    An instance is for one thread at a time.
+
+    Args:
+        kernels: the backend.
+        ratio: the share of elements that travel, rounded up.
+
+    Raises:
+        ValueError: when `ratio` is not in (0, 1].
+    """
+
+    def __init__(self, kernels: Kernels, ratio: float) -> None:
+        check_ratio(ratio)
+        self._kernels = kernels
+        self._ratio = ratio
+        self._scratch = Scratch()
+
+    def nbytes(self, length: int) -> int:
+        """See `Codec`."""
+        return _ENTRY_BYTES * self._count(length)
+
+    def encode(self, values: Tensor, packet: Tensor) -> None:
+        """See `Codec`."""
+        self._check(values, packet)
+        indices, amounts = self._entries(packet)
+        self._kernels.top_k(values, indices, self._scratch.for_(indices))
+        torch.index_select(values, 0, indices, out=amounts)
+
+    def decode(self, packet: Tensor, values: Tensor, weight: float = 1.0) -> None:
+        """See `Codec`."""
+        self._check(values, packet)
+        indices, amounts = self._entries(packet)
+        if not self._kernels.sparse_add(values, indices, amounts, weight=weight):
+            raise ValueError(f"a packet of top-k has indices beyond the {values.numel()} elements that there are")
+
+    def square_sum(self, packet: Tensor, length: int) -> float:
+        """See `Projection`."""
+        return float(self._kernels.square_sum(self._entries(packet)[1]))
+
+    def _count(self, length: int) -> int:
+        return math.ceil(self._ratio * length)
+
+    def _entries(self, packet: Tensor) -> tuple[Tensor, Tensor]:
+        half = packet.numel() // 2
+        return packet[:half].view(torch.int32), packet[half:].view(torch.float32)

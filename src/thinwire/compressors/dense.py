@@ -1,0 +1,52 @@
+"""No compression: an element travels as the float that it is."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from thinwire.kernels.modes import LARGEST, Scale
+from thinwire.kernels.ops import Kernels
+from thinwire.transport.buffers import WORD_BYTES, Frame, PacketBuffers, Part, Payload
+from thinwire.transport.layout import WORD
+from thinwire.transport.packet import HEADER_BYTES
+
+_FLOAT = torch.float32
+_FLOAT_BYTES = _FLOAT.itemsize
+
+
+def _float_words(shard_words: int) -> int:
+    return shard_words * WORD * _FLOAT_BYTES // WORD_BYTES
+
+
+class Dense:
+    """Floats up, their mean down, in the same memory.
+
+    Args:
+        kernels: the backend.
+    """
+
+    payload = Payload(up_words=_float_words, down_words=_float_words, element_bits=8 * _FLOAT_BYTES, in_place=True)
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+        self.packets: Tensor
+
+    def bind(self, buffers: PacketBuffers) -> None:
+        """See `Compressor`."""
+        self.packets = buffers.sent
+
+    def encode(self, part: Part, grad: Tensor | None, scale: Scale, largest: float = LARGEST) -> bool | None:
+        """Write a gradient times `scale`, zeros for none, into the packets; whether it was not finite, or larger than
+        `largest`."""
+        return self._kernels.dense_encode(part.up_runs, grad, self.packets, scale=scale, largest=largest)
+
+    def seal(self, frame: Frame) -> None:
+        """See `Compressor`; there is nothing to add."""
+
+    def merge(self, frame: Frame, shard: int) -> None:
+        """Answer with the mean. With a single worker it is there already."""
+        if frame.received is not frame.sent:
+            floats = slice(HEADER_BYTES, HEADER_BYTES + WORD_BYTES * _float_words(frame.bucket.shard_words))
+            rows, answer = (packets[..., floats].view(_FLOAT) for packets in (frame.received, frame.answers[shard]))
+            self._kernels.mean(rows, answer)

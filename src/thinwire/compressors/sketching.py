@@ -1,0 +1,39 @@
+"""A bucket after the other goes into a sketch; packets carry nothing, and stay inside the node."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from thinwire.compressors.codecs.count_sketch import CountSketch
+from thinwire.compressors.local import NOTHING_TRAVELS
+from thinwire.transport.buffers import Frame, PacketBuffers
+
+
+class Sketching:
+    """Lets what a worker has to say into its sketch, in the order of the flat space whatever that of gradients is: sums
+    of floats depend on it.
+
+    Args:
+        values: what there is to say, of this rank's slices.
+        into: the codec and its packet; None where nothing is sketched.
+    """
+
+    payload = NOTHING_TRAVELS
+
+    def __init__(self, values: Tensor, into: tuple[CountSketch, Tensor] | None) -> None:
+        self._values = values
+        self._into = into
+
+    def bind(self, buffers: PacketBuffers) -> None:
+        """See `Compressor`."""
+
+    def seal(self, frame: Frame) -> None:
+        """Sketch a bucket."""
+        if self._into is not None:
+            sketch, packet = self._into
+            bucket = frame.bucket
+            first = bucket.own_start - bucket.state_shift
+            sketch.add(self._values[first : first + bucket.slice_elements], packet, bucket.own_start)
+
+    def merge(self, frame: Frame, shard: int) -> None:
+        """See `Compressor`."""
