@@ -26,8 +26,8 @@ def everything(model: nn.Module, optimizer: Any) -> dict[str, str]:
         "state": _digest([(f"{p} {name}", t) for p, of in state["state"].items() for name, t in sorted(of.items())]),
         "groups": repr([sorted(group.items()) for group in groups]),
         "defaults": repr(sorted(optimizer.defaults.items())),
-        "counters": repr((int(optimizer._step_count), optimizer._step_number, vars(optimizer._skips))),
-        "channel": optimizer._channel_now(),
+        "counters": repr((int(optimizer._step_count), optimizer._context.step, vars(optimizer._skips))),
+        "channel": optimizer._rule.channel(),
         "torch": _digest([("", torch.get_rng_state())]),
         "python": _digest([("", torch.tensor(random.getstate()[1]))]),
     }

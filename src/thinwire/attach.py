@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from thinwire.kernels.modes import Scale
-from thinwire.optimizers._base import WireOptimizer
+from thinwire.optimizers.optimizer import WireOptimizer
 
 
 def attach(

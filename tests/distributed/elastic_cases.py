@@ -15,7 +15,7 @@ from tests.conformance.test_conformance import OPTIMIZERS, Entry, Grid
 from tests.distributed.common import digest
 from tests.distributed.stages import FREEZE
 from tests.saved_states import SavedStates
-from thinwire.optimizers._elastic import Policy, SavedRun, adopt
+from thinwire.optimizers.reshard import Policy, SavedRun, adopt
 
 DENSE, SWITCHED, APART = 7, 14, 21
 """Steps after which states are saved: before the variance is frozen, after it, and after three local steps."""

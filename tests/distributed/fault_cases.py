@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from tests.distributed.common import environment, token_loss, token_net
 from thinwire.compressors.all_reduce import Sum
-from thinwire.optimizers._base import WireOptimizer
+from thinwire.optimizers.optimizer import WireOptimizer
 from thinwire.transport.exchange import Exchange
 from thinwire.transport.lanes import LaneTransport
 from thinwire.transport.node import Node

@@ -126,7 +126,7 @@ def run_birder(rank: int, world_size: int, scenario: Scenario, **options: Any) -
 
 def own_elements(optimizer: thinwire.Birder, p: torch.nn.Parameter) -> list[int]:
     """Which elements of a parameter this rank has a state for."""
-    layout = optimizer._layout
+    layout = optimizer._session.layout
     slot = layout.slots[next(i for i, held in enumerate(optimizer._flat_params) if held is p)]
     return [
         element - slot.start

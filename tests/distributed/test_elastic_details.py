@@ -18,7 +18,7 @@ from tests.distributed.elastic_cases import AFTERWARDS, APART, CASES, ENTRIES, S
 from tests.distributed.stages import VARIANCE, flat, noise, parameters
 from tests.harness import run_ranks
 from tests.saved_states import SavedStates
-from thinwire.optimizers._elastic import SavedRun, adopt
+from thinwire.optimizers.reshard import SavedRun, adopt
 
 pytestmark = pytest.mark.timeout(300)  # the first test of a change waits for two runs of all cases
 

@@ -277,7 +277,7 @@ def stage_a_graph(rank: int, world_size: int) -> bool:
             token_loss(model, rank, step).backward(create_graph=True)
         optimizer.step()
         optimizer.zero_grad()
-    node = optimizer._node
+    node = optimizer._session.transport.link.node
     assert node is not None
     return any(rows.values.requires_grad for rows in node._rows)
 
@@ -340,7 +340,7 @@ def state_sizes(rank: int, world_size: int) -> tuple[int, int, int]:
     net = token_net()
     optimizer = thinwire.Birder(net.parameters(), **HIERARCHICAL)
     m = sum(optimizer.state[p]["m"].numel() for p in net.parameters())
-    return m, optimizer._m.numel(), sum(p.numel() for p in net.parameters())
+    return m, optimizer._flat_state.own["m"].numel(), sum(p.numel() for p in net.parameters())
 
 
 def test_a_rank_keeps_the_state_of_its_slice_only() -> None:

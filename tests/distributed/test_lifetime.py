@@ -92,7 +92,7 @@ def _trial_backward(rank: int, world_size: int) -> list[bool]:
     encoded_early = []
     for batch in range(14):
         token_loss(model, rank, batch).backward()
-        encoded_early.append(all(opt._encoded))
+        encoded_early.append(all(opt._session.encoded))
         opt.step()
         opt.zero_grad()
     return encoded_early
@@ -127,7 +127,7 @@ def _load_between_backward_and_step(rank: int, world_size: int, used: str) -> tu
     partly = used == "partly" or (used == "partly on some ranks" and rank % 2 == 1)
     thrown_away = model(None).sum() if partly else token_loss(model, rank, 7)
     thrown_away.backward()
-    some, not_all = any(opt._encoded), not all(opt._encoded)
+    some, not_all = any(opt._session.encoded), not all(opt._session.encoded)
     opt.zero_grad()
     net.load_state_dict(weights)
     opt.load_state_dict(saved)

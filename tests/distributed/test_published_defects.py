@@ -244,7 +244,7 @@ def rounds_of_steps(rank: int, world_size: int, name: str) -> tuple[int, list[in
             p.grad = noise((100,), rank, step, i)
         optimizer.step()
         counts.append(optimizer.metrics().rounds)
-    return len(optimizer._layout.buckets), np.diff(counts).tolist()
+    return len(optimizer._session.layout.buckets), np.diff(counts).tolist()
 
 
 @each_optimizer

@@ -128,8 +128,8 @@ def three_steps(
         opt = optimizer(net.parameters(), bucket_mb=0.02, check_replicas_every=0, **options)
         thinwire.attach(ddp, opt)
         # The host's own: how many steps there have been, and of a report that has come what it says.
-        of_host = {opt._step_count.data_ptr(), *(slot.data_ptr() for slot in opt._side.report._slots)}
-        of_host |= {kept.data_ptr() for kept in (*opt._kept.layers.values(), *opt._kept.common.values())}
+        of_host = {opt._step_count.data_ptr(), *(slot.data_ptr() for slot in opt._session.side.report._slots)}
+        of_host |= {kept.data_ptr() for kept in (*opt._flat_state.layers.values(), *opt._flat_state.common.values())}
         events = []
         for step in range(1, steps + 1):
             log.step, log.events = step, []
@@ -143,9 +143,9 @@ def three_steps(
                     opt.step()
             opt.zero_grad()
             events.append(log.events)
-        buffers = opt._channel.buffers
+        buffers = opt._session.channel.buffers
         assert {buffers.sent.data_ptr(), buffers.answers.data_ptr()} <= log.shared
-    return events, len(opt._layout.buckets)
+    return events, len(opt._session.layout.buckets)
 
 
 CASES = {

@@ -309,7 +309,7 @@ def switch(rank: int, world_size: int, name: str) -> dict[str, Any]:
     model = DistributedDataParallel(net)
     optimizer = make(name, net.parameters())
     held = [bytes_held(optimizer)]
-    dense_packets = bytes_held(optimizer._channels["dense"].buffers)
+    dense_packets = bytes_held(optimizer._session.channels["dense"].buffers)
     thinwire.attach(model, optimizer)
     hooks = [hooks_of(model, optimizer)]
     for step in range(1, 26):

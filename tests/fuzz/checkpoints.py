@@ -31,7 +31,7 @@ from thinwire import checkpoint
 from thinwire.checkpoint._load import OnMismatch
 from thinwire.checkpoint._manifest import MANIFEST, MODEL, _seal, rank_file
 from thinwire.errors import CorruptCheckpoint
-from thinwire.optimizers._base import WireOptimizer
+from thinwire.optimizers.optimizer import WireOptimizer
 
 _INPUT = struct.Struct("<BBB")
 _OWN = rank_file(0)

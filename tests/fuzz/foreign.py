@@ -178,6 +178,11 @@ class Strangers(Peers):
     line: Line
     nodes: tuple[tuple[int, ...], ...]
 
+    @property
+    def threaded(self) -> bool:
+        """Lanes run on the calling thread, so that each input gives the same order of events every time."""
+        return False
+
     def ranks(self) -> list[int]:
         """See `Peers`."""
         return list(range(self.size))

@@ -27,8 +27,9 @@ from tests.instruction_sets import instruction_sets
 from thinwire.errors import CorruptPacket
 from thinwire.kernels import native
 from thinwire.kernels.ops import BACKENDS
-from thinwire.optimizers import _base
-from thinwire.optimizers._base import WireOptimizer
+from thinwire.optimizers import optimizer as _base
+from thinwire.optimizers.optimizer import WireOptimizer
+from thinwire.optimizers.sketched_amsgrad import SketchedAMSGradRule
 
 _SHAPES = ((70,), (1,), (3, 43), (64,), (200,), (3,))
 """Of parameters: within a word, across words, across shards and buckets."""
@@ -144,9 +145,6 @@ class Stage:
                     topology="flat" if flat else "hierarchical",
                     check_replicas_every=1,
                 )
-                # On this thread: one input after the other, and each in the same order every time.
-                join = self._optimizer._join
-                self._optimizer._join = lambda name: dataclasses.replace(join(name), threaded=False)
                 for _ in range(kind.steps):
                     self._optimizer.step()
                 self._optimizer._prepare()
@@ -186,8 +184,9 @@ class Stage:
         finally:
             self._around_params.check()
             self._fences.check()
-        if isinstance(self._optimizer, thinwire.SketchedAMSGrad):
-            picked = self._optimizer._indices[: self._optimizer._picked]
+        rule = self._optimizer._rule
+        if isinstance(rule, SketchedAMSGradRule):
+            picked = rule._indices[: rule._picked]
             assert bool((picked[1:] > picked[:-1]).all()), "coordinates are picked twice, or not in order"
         return "skipped" if self._optimizer.metrics().skipped_steps > skipped else "taken"
 

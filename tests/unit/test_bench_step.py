@@ -37,7 +37,7 @@ from thinwire.cli.step.models import MODELS, parameter_count, parameter_shapes
 from thinwire.cli.step.ranks import Ranks, TurnError
 from thinwire.cli.step.results import Plan, Results
 from thinwire.cli.step.worker import WARM_UP_STEPS
-from thinwire.optimizers._base import WireOptimizer
+from thinwire.optimizers.optimizer import WireOptimizer
 from thinwire.testbed import Testbed, TestbedUnavailable
 
 SCRIPT = Path(sysconfig.get_path("scripts"), "thinwire")

@@ -27,7 +27,7 @@ from thinwire.cli.registry import offered
 from thinwire.cli.report import Comparison, print_comparison
 from thinwire.cli.schedule import is_due, learning_rate_factor
 from thinwire.cli.training import Outcome, Plan, StepSeconds, train
-from thinwire.optimizers._intervals import local_interval
+from thinwire.optimizers.local_steps import local_interval
 
 SCRIPT = Path(sysconfig.get_path("scripts"), "thinwire")
 TINY = ("--layers", "1", "--width", "32", "--context", "16", "--batch", "2")

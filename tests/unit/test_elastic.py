@@ -17,8 +17,8 @@ from torch import nn
 import thinwire
 from tests.distributed.common import digest
 from tests.saved_states import SavedStates
-from thinwire.optimizers._base import WireOptimizer
-from thinwire.optimizers._elastic import Policy, SavedRun, adopt, read, twin_of
+from thinwire.optimizers.optimizer import WireOptimizer
+from thinwire.optimizers.reshard import Policy, SavedRun, adopt, copy_for, read
 from thinwire.transport.peers import Peers
 
 Shapes = Sequence[tuple[int, ...]]
@@ -32,7 +32,7 @@ def nodes_of(nodes: int, ranks: int) -> Nodes:
 def ranks_of(optimizer: WireOptimizer, nodes: Nodes, bucket_mb: float) -> list[WireOptimizer]:
     """The optimizer as all ranks of a run would have it."""
     run = SavedRun(nodes, bucket_mb, lambda _: {})
-    return [twin_of(optimizer, Peers(None, r, run.size), run.topology_of(r), bucket_mb) for r in range(run.size)]
+    return [copy_for(optimizer, Peers(None, r, run.size), run.topology_of(r), bucket_mb) for r in range(run.size)]
 
 
 def fill(ranks: Sequence[WireOptimizer], step: int = 3) -> None:
@@ -43,7 +43,7 @@ def fill(ranks: Sequence[WireOptimizer], step: int = 3) -> None:
         shared = torch.Generator().manual_seed(2)
         for p in rank._flat_params:
             for name, value in sorted(rank.state[p].items()):
-                kept = rank._kept
+                kept = rank._flat_state
                 generator = private if name in {**kept.own, **kept.owned, **kept.own_words, **kept.shards} else shared
                 if name in kept.checks:
                     value.copy_(torch.randint(0, step + 1, value.shape, generator=generator))
@@ -233,9 +233,9 @@ def test_the_memory_of_a_twin_goes_with_it(
     """States are read one after the other, and a model may be so large that two do not fit."""
     optimizer = cast_to_wire(optimizer_class(parameters([(100,)]), **options))
     twin = ranks_of(optimizer, nodes_of(*nodes), 1.0)[0]
-    kept = [twin._kept.own, twin._kept.whole, twin._kept.owned, twin._kept.words]
+    kept = [twin._flat_state.own, twin._flat_state.whole, twin._flat_state.owned, twin._flat_state.words]
     memory = [weakref.ref(tensor) for tensors in kept for tensor in tensors.values()]
-    memory += [weakref.ref(channel.buffers) for channel in twin._channels.values()]
+    memory += [weakref.ref(channel.buffers) for channel in twin._session.channels.values()]
     gc.disable()
     try:
         del twin, kept

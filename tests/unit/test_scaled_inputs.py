@@ -322,12 +322,12 @@ def test_a_state_goes_on_in_its_own_stage(name: str, option: str, steps: int) ->
     for optimizer in (first, second):
         train(optimizer, range(steps, steps + 2))
     assert all(torch.equal(of_first, of_second) for of_first, of_second in pairs)
-    assert second._channels["dense"].released == (steps > FREEZE)
+    assert second._session.channels["dense"].released == (steps > FREEZE)
 
 
 def test_a_state_that_is_older_than_the_freeze_is_frozen_by_the_next_step() -> None:
     state = trained("ZeroOneAdam", 15, var_freeze_step=30).state_dict()
     optimizer = loaded("ZeroOneAdam", state, var_freeze_step=12)
-    assert not optimizer._channels["dense"].released
+    assert not optimizer._session.channels["dense"].released
     train(optimizer, range(15, 16))
-    assert optimizer._channels["dense"].released
+    assert optimizer._session.channels["dense"].released

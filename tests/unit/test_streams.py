@@ -17,6 +17,7 @@ from thinwire.compressors.stochastic_sign import StochasticSign
 from thinwire.kernels import ops
 from thinwire.kernels.header import CHECKED, HEARD, NONFINITE, REFUSED, Status
 from thinwire.kernels.modes import Gate
+from thinwire.optimizers.inputs import refuse_capture
 from thinwire.transport.buffers import PacketBuffers
 from thinwire.transport.layout import Layout
 from thinwire.transport.peers import Peers
@@ -211,11 +212,10 @@ def test_a_learning_rate_on_a_device_is_refused() -> None:
 
 
 def test_a_step_inside_a_cuda_graph_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    optimizer = stepping()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    optimizer._refuse_capture(CPU)
+    refuse_capture(CPU)
     with pytest.raises(RuntimeError, match="while a CUDA graph is captured"):
-        optimizer._refuse_capture(CUDA)
+        refuse_capture(CUDA)
 
 
 def test_a_scale_that_takes_the_place_of_another_in_memory_is_another(monkeypatch: pytest.MonkeyPatch) -> None:

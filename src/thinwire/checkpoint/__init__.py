@@ -73,7 +73,7 @@ from torch import nn
 
 from thinwire.checkpoint._load import Checkpoint, Loading, OnMismatch
 from thinwire.checkpoint._save import Saving
-from thinwire.optimizers._base import WireOptimizer
+from thinwire.optimizers.optimizer import WireOptimizer
 
 __all__ = ["Checkpoint", "load", "save"]
 

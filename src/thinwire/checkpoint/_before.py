@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from thinwire.checkpoint import _contents
-from thinwire.optimizers._base import WireOptimizer
+from thinwire.optimizers.optimizer import WireOptimizer
 
 
 class Before:
@@ -69,10 +69,10 @@ class Before:
 
 class _OptimizerBefore:
     def __init__(self, optimizer: WireOptimizer) -> None:
-        optimizer._learn()  # the state is that of all steps that were taken
+        optimizer._read_outcomes()  # the state is that of all steps that were taken
         self._optimizer = optimizer
         # Parameters have views of a few large tensors, which are copied once.
-        kept = [tensor.untyped_storage() for of_one in optimizer._kept_of for tensor in of_one.values()]
+        kept = [tensor.untyped_storage() for of_one in optimizer._state_of for tensor in of_one.values()]
         self._storages = [
             (storage, storage.clone() if storage.device.type == "cpu" else storage.cpu())
             for storage in {storage.data_ptr(): storage for storage in kept}.values()

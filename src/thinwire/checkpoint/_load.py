@@ -24,9 +24,10 @@ from thinwire.checkpoint._manifest import MANIFEST, MODEL, Manifest, decode, ran
 from thinwire.checkpoint._store import Name, Store
 from thinwire.checkpoint._together import together
 from thinwire.errors import CorruptCheckpoint, PeerLost, name_ranks
-from thinwire.optimizers import _elastic, _state_dict
-from thinwire.optimizers._base import WireOptimizer
-from thinwire.optimizers._elastic import Policy, SavedRun
+from thinwire.optimizers import reshard
+from thinwire.optimizers import state_dict as state_dicts
+from thinwire.optimizers.optimizer import WireOptimizer
+from thinwire.optimizers.reshard import Policy, SavedRun
 
 T = TypeVar("T")
 
@@ -104,7 +105,7 @@ class Loading:
             raise TypeError(f"model is {type(self._model).__name__}, expected a torch.nn.Module")
         if self._on_mismatch not in get_args(OnMismatch):
             raise ValueError(f"on_mismatch={self._on_mismatch!r}: expected 'error', 'average' or 'reset'")
-        if any(self._optimizer._encoded):
+        if any(self._optimizer._session.encoded):
             raise RuntimeError(
                 "checkpoint.load() between backward and step(): gradients of this step have been sent already. Load "
                 "before backward, or after step()"
@@ -170,7 +171,7 @@ class Loading:
         def check() -> None:
             _contents.check_model_state(self._module, model_state)
             with warnings.catch_warnings(record=True):  # what is warned of comes again when it is loaded
-                _state_dict.check(self._optimizer, own["optimizer"])
+                state_dicts.check(self._optimizer, own["optimizer"])
             _contents.check_random_states(self._module, own["random"])
 
         self._together(directory, check)
@@ -185,7 +186,7 @@ class Loading:
     def _adopt(self, directory: Path, manifest: Manifest, how: Policy) -> dict[str, Any]:
         """Let ranks that are others than those that saved make a state of what there is."""
 
-        def read() -> tuple[Contents, Contents, _elastic.SavedState]:
+        def read() -> tuple[Contents, Contents, reshard.JoinedState]:
             _require_all(directory, manifest)
             model_state, first = _read(directory, manifest, 0)
             _contents.check_model_state(self._module, model_state)
@@ -195,10 +196,10 @@ class Loading:
                 return (first if rank == 0 else _read_rank(directory, manifest, rank))["optimizer"]
 
             run = SavedRun(manifest.nodes, manifest.bucket_mb, state_of)
-            return model_state, first, _elastic.read(self._optimizer, run, how)
+            return model_state, first, reshard.read(self._optimizer, run, how)
 
-        model_state, first, saved_state = self._together(directory, read)
-        self._change(directory, model_state, lambda: _elastic.hand_over(self._optimizer, saved_state))
+        model_state, first, joined = self._together(directory, read)
+        self._change(directory, model_state, lambda: reshard.load(self._optimizer, joined))
         return first["extra"]
 
     def _change(self, directory: Path, model_state: Contents, apply: Callable[[], None]) -> None:

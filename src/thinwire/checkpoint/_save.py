@@ -21,7 +21,7 @@ from thinwire.checkpoint._manifest import MANIFEST, MODEL, Entry, Manifest, rank
 from thinwire.checkpoint._store import Name, Store, draw_token
 from thinwire.checkpoint._together import together
 from thinwire.errors import name_ranks
-from thinwire.optimizers._base import WireOptimizer
+from thinwire.optimizers.optimizer import WireOptimizer
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from thinwire.cli.bench_exchange import Turn
 from thinwire.cli.launch import Report
 from thinwire.cli.registry import OPTIMIZERS
 from thinwire.cli.stages import warm_up
-from thinwire.optimizers._base import WireOptimizer
+from thinwire.optimizers.optimizer import WireOptimizer
 
 _TURNS = 100
 """How often rank 0 shows life in a run."""

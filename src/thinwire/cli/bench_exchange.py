@@ -21,7 +21,7 @@ import thinwire
 from thinwire.cli.charlm import CharTransformer, ModelShape
 from thinwire.cli.launch import Report
 from thinwire.cli.registry import OPTIMIZERS, Entry
-from thinwire.optimizers._base import WireOptimizer
+from thinwire.optimizers.optimizer import WireOptimizer
 
 SHAPE = ModelShape(layers=9, width=256, context=64)
 """A transformer of about 7 M parameters."""

@@ -14,7 +14,7 @@ from torch import nn
 
 import thinwire
 from thinwire.cli.stages import ALIKE, DENSE, WITH_LOCAL_STEPS, Stages, after_warm_up
-from thinwire.optimizers._base import WireOptimizer
+from thinwire.optimizers.optimizer import WireOptimizer
 
 WEIGHT_DECAY = 0.1
 """Of whole runs, unless a study searches it."""

@@ -21,7 +21,7 @@ from thinwire.cli.charlm import CharTransformer, Corpus, ModelShape
 from thinwire.cli.launch import Report
 from thinwire.cli.registry import OPTIMIZERS, WEIGHT_DECAY, Entry
 from thinwire.cli.schedule import is_due, learning_rate_factor
-from thinwire.optimizers._base import WireOptimizer
+from thinwire.optimizers.optimizer import WireOptimizer
 
 # As for thinwire's optimizers: betas of the study, the best of a few learning rates in one run each.
 ADAMW = {"lr": 5e-3, "betas": (0.7, 0.95), "weight_decay": WEIGHT_DECAY, "fused": True}

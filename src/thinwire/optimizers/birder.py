@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, get_args
 
 import torch
@@ -18,20 +19,20 @@ from thinwire.compressors.dense import Dense
 from thinwire.compressors.stochastic_sign import Downlink, StochasticSign
 from thinwire.kernels import rng
 from thinwire.kernels.modes import Scale
-from thinwire.optimizers._greeting import Greeting
-from thinwire.optimizers._inputs import check_number, check_seed
-from thinwire.optimizers._options import Unpack, WireOptions
-from thinwire.optimizers._state import State, Tensors
+from thinwire.optimizers.adam import signed
+from thinwire.optimizers.inputs import check_number, check_seed
+from thinwire.optimizers.optimizer import Unpack, WireOptimizer, WireOptions
+from thinwire.optimizers.rule import Context, Group, UpdateRule, exchange_after_activation
+from thinwire.optimizers.state import State, Tensors
 from thinwire.transport import packet
 from thinwire.transport.buffers import Part
 from thinwire.transport.compressor import Compressor
-from thinwire.transport.layout import Layout
 
 _GAINS = {"bit": 2.0, "majority": 1.5, "votes": 1.5}
-"""As `thinwire study` has them."""
+"""As found by `thinwire study`."""
 
 
-class Birder(Greeting):
+class Birder(WireOptimizer):
     r"""Birder (Peng et al., NeurIPS 2023): a 1-bit adaptive optimizer for data-parallel training.
 
     Worker i, from its own gradient g, keeps two averages and takes their ratio, at most 1 and at least -1::
@@ -133,138 +134,161 @@ class Birder(Greeting):
         state_dtype: torch.dtype = torch.float32,
         **wire: Unpack[WireOptions],
     ) -> None:
-        if downlink not in get_args(Downlink):
-            raise ValueError(f"downlink={downlink!r}: expected 'bit', 'majority' or 'votes'")
-        if state_dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"state_dtype={state_dtype!r}: expected torch.float32 or torch.bfloat16")
-        if not 0 <= eps < math.inf:
-            raise ValueError(f"eps={eps!r}: expected a number >= 0")
-        check_seed(seed)
-        self._seed = seed
-        self._eps = eps
-        self._amsgrad = amsgrad
-        self._downlink: Downlink = downlink
-        self._state_dtype = state_dtype
+        rule = BirderRule(seed, eps, amsgrad, downlink, state_dtype)
         if gain is None:
             gain = 1.0 if beta_b is None else _GAINS[downlink]
         averages = {"beta": beta, "beta_b": beta_b, "gain": gain}
         defaults = {"lr": lr, **averages, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, defaults, **wire)
+        super().__init__(params, defaults, rule, **wire)
 
-    def _check_group(self, group: dict[str, Any]) -> None:
+
+@dataclass
+class BirderRule(UpdateRule):
+    """The update rule of `Birder`; its arguments are those of the optimizer.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+
+    seed: int
+    eps: float
+    amsgrad: bool
+    downlink: Downlink
+    state_dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        if self.downlink not in get_args(Downlink):
+            raise ValueError(f"downlink={self.downlink!r}: expected 'bit', 'majority' or 'votes'")
+        if self.state_dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"state_dtype={self.state_dtype!r}: expected torch.float32 or torch.bfloat16")
+        if not 0 <= self.eps < math.inf:
+            raise ValueError(f"eps={self.eps!r}: expected a number >= 0")
+        check_seed(self.seed)
+
+    def check_group(self, group: Group) -> None:
+        """See `UpdateRule`."""
         check_number(group, "lr")
         check_number(group, "beta", below=1)
         check_number(group, "beta_b", below=1, none="beta")
         check_number(group, "gain", above=True)
         check_number(group, "weight_decay")
-        for name, value in (("eps", self._eps), ("amsgrad", self._amsgrad)):
+        for name, value in (("eps", self.eps), ("amsgrad", self.amsgrad)):
             if group.get(name, value) != value:
                 raise ValueError(
                     f"{name}={group[name]!r} in a parameter group: it is the same for all groups, {value!r}"
                 )
 
-    def _complete_group(self, group: dict[str, Any]) -> None:
-        # Saved before there were `beta_b` and `gain`: the paper's rule then.
-        group.setdefault("beta_b", None)
-        group.setdefault("gain", 1.0)
-
-    def _settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
+        """See `UpdateRule`."""
         return {
-            "seed": self._seed,
-            "eps": self._eps,
-            "amsgrad": self._amsgrad,
-            "downlink": self._downlink,
-            "state_dtype": str(self._state_dtype),
+            "seed": self.seed,
+            "eps": self.eps,
+            "amsgrad": self.amsgrad,
+            "downlink": self.downlink,
+            "state_dtype": str(self.state_dtype),
         }
 
-    def _declare(self, layout: Layout) -> tuple[dict[str, Compressor], State]:
-        self._m = torch.zeros(layout.own_size, dtype=self._state_dtype, device=layout.device)
-        self._b = torch.zeros(layout.own_size, dtype=self._state_dtype, device=layout.device)
+    def bind(self, context: Context) -> tuple[dict[str, Compressor], State]:
+        """See `UpdateRule`."""
+        self.context = context
+        layout = context.layout
+        self._m = torch.zeros(layout.own_size, dtype=self.state_dtype, device=layout.device)
+        self._b = torch.zeros(layout.own_size, dtype=self.state_dtype, device=layout.device)
         own = {"m": self._m, "b": self._b}
         self._votes: StochasticSign | None = None
-        if not self._topology.compresses:
-            self._dense = Dense(self._kernels)
-            return {"dense": self._dense}, State(own)
-        # With amsgrad b never falls, and a coordinate has come to rest when nothing is left of m.
-        life = self._m if self._amsgrad else self._b
-        self._votes = StochasticSign(layout, self._downlink, self._kernels, life, self._eps)
+        if not context.topology.compresses:
+            return {"dense": Dense(context.kernels)}, State(own)
+        # With amsgrad b never falls, and a coordinate is inactive when nothing is left of m.
+        activity = self._m if self.amsgrad else self._b
+        self._votes = StochasticSign(layout, self.downlink, context.kernels, activity, self.eps)
         return {"votes": self._votes}, State(own, words={"alive": self._votes.active})
 
-    def _agreed_state(self) -> Tensors:
+    def shared_state(self) -> Tensors:
+        """See `UpdateRule`."""
         return {} if self._votes is None else {"alive": self._votes.active}
 
-    def _portable(self, *, private: bool) -> State:
-        # Who is known to live but has nothing in b would toss coins: without b nobody lives.
-        return super()._portable(private=True) if private else State()
-
-    def _begin_step(self) -> None:
-        """See `WireOptimizer._begin_step`; draws this step's keys."""
-        super()._begin_step()
-        self._worker_key = rng.worker_key(self._seed, self._step_number, self._topology.node)
+    def begin_step(self) -> None:
+        """See `UpdateRule`. Draws the keys of this step."""
+        step = self.context.step
+        self._worker_key = rng.worker_key(self.seed, step, self.context.topology.node)
         if self._votes is not None:
-            self._votes.begin_step(self._step_number, rng.owner_key(self._seed, self._step_number))
+            self._votes.begin_step(step, rng.owner_key(self.seed, step))
+
+    def channel(self) -> str:
+        """See `UpdateRule`."""
+        return "dense" if self._votes is None else "votes"
 
     @property
-    def _has_hellos(self) -> bool:
-        return self._votes is not None
+    def _activates(self) -> bool:
+        """Whether this step begins with an activation round."""
+        return self._votes is not None and self.context.step == 1
+
+    def first_flags(self) -> int:
+        """See `UpdateRule`."""
+        return packet.ACTIVATION if self._activates else 0
 
     @property
-    def _needs_no_host(self) -> bool:
-        return not self._greets()
+    def defers(self) -> bool:
+        """See `UpdateRule`."""
+        return not self._activates
 
-    def _local(
-        self, position: int, part: Part, grad: Tensor | None, group: dict[str, Any], scale: Scale
-    ) -> bool | None:
+    def encode(self, position: int, part: Part, grad: Tensor | None, group: Group, scale: Scale) -> bool | None:
+        """See `UpdateRule`."""
         beta, beta_b = group["beta"], group["beta_b"]
-        level = 1.0 if beta_b is None else self._full(beta) / self._full(beta_b)
-        rule = {
+        level = 1.0 if beta_b is None else self._filled(beta) / self._filled(beta_b)
+        averages = {
             "beta": beta,
             "beta_b": beta_b,
             "level": level / group["gain"],
-            "eps": self._eps,
-            "scale": -scale if group["maximize"] else scale,
-            "amsgrad": self._amsgrad,
+            "eps": self.eps,
+            "scale": signed(scale, group),
+            "amsgrad": self.amsgrad,
             "shift": part.frame.bucket.state_shift,
         }
-        state, packets = (self._m, self._b), self._channel.buffers.sent
+        kernels, state, packets = self.context.kernels, (self._m, self._b), self.context.session.channel.buffers.sent
         if self._votes is None:
-            return self._kernels.birder_direction(part.up_runs, grad, *state, packets, **rule)
+            return kernels.birder_direction(part.up_runs, grad, *state, packets, **averages)
         active, key = self._votes.active, self._worker_key
-        return self._kernels.birder_encode(part.up_runs, grad, *state, active, packets, **rule, key=key)
+        return kernels.birder_encode(part.up_runs, grad, *state, active, packets, **averages, key=key)
 
-    def _full(self, beta: float) -> float:
-        """How much of an average is of gradients by now; the rest is of the zero that it began with."""
-        return 1.0 - beta**self._step_number
+    def _filled(self, beta: float) -> float:
+        """The weight of all gradients so far in an average; the rest is the weight of its initial zero."""
+        return 1.0 - beta**self.context.step
 
-    def _settle(self, flags: int) -> int:
-        if not self._greets():
+    def settle(self, flags: int) -> int:
+        """See `UpdateRule`."""
+        if not self._activates:
             return flags
-        self._hear_everybody()  # the greeting: nobody was active, so all bits were hellos
-        if flags & packet.NONFINITE:
-            return flags
-        return self._exchange_after_greeting()
+        self._update_activity()  # no coordinate was active, so all bits were activation bits
+        return flags if flags & packet.NONFINITE else exchange_after_activation(self)
 
-    def _apply(
-        self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None, group: dict[str, Any]
-    ) -> None:
+    def apply(self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None, group: Group) -> None:
+        """See `UpdateRule`."""
         lr = float(group["lr"])
         move = {"lr": lr, "decay": 1.0 - lr * group["weight_decay"]}
-        answers, votes = self._channel.buffers.answers, self._votes
+        kernels, answers, votes = self.context.kernels, self.context.session.channel.buffers.answers, self._votes
         for part in parts:
             if votes is None:
-                self._kernels.dense_apply(part.down_runs, x, low, answers, **move)
+                kernels.dense_apply(part.down_runs, x, low, answers, **move)
             else:
                 counts = {"planes": votes.planes, "workers": votes.workers}
-                self._kernels.birder_apply(part.down_runs, x, low, votes.active, answers, **counts, **move)
+                kernels.birder_apply(part.down_runs, x, low, votes.active, answers, **counts, **move)
 
-    def _conclude(self) -> None:
-        self._hear_everybody()
+    def after_apply(self) -> None:
+        """See `UpdateRule`."""
+        self._update_activity()
         if self._votes is not None:
-            self._votes.conclude(self._taken())
+            self._votes.conclude(self.context.session.step_gate())
 
-    def _hear_everybody(self) -> None:
+    def _update_activity(self) -> None:
         if self._votes is not None:
             self._votes.adopt()
 
-    def _mean_abs_vote(self) -> float:
+    def portable(self, state: State, *, private: bool) -> State:
+        """See `UpdateRule`."""
+        # An active coordinate with an empty b would send random bits: without b no coordinate is active.
+        return super().portable(state, private=True) if private else State()
+
+    def mean_abs_vote(self) -> float:
+        """See `UpdateRule`."""
         return math.nan if self._votes is None else self._votes.mean_abs_vote()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -19,20 +19,27 @@ from thinwire.compressors.codecs.topk import TopK, check_ratio
 from thinwire.compressors.dense import Dense
 from thinwire.compressors.markov import Markov, MarkovSign
 from thinwire.kernels.modes import Scale, Source
-from thinwire.optimizers._adam import SQUARABLE, AdamLike, correction, root_correction, signed
-from thinwire.optimizers._greeting import Greeting
-from thinwire.optimizers._options import Unpack, WireOptions
-from thinwire.optimizers._state import State, Tensors
+from thinwire.optimizers.adam import (
+    DENSE,
+    SQUARABLE,
+    adam_defaults,
+    check_adam_group,
+    correction,
+    root_correction,
+    signed,
+)
+from thinwire.optimizers.optimizer import Unpack, WireOptimizer, WireOptions
+from thinwire.optimizers.rule import Context, Group, UpdateRule, exchange_after_activation
+from thinwire.optimizers.state import State, Tensors
 from thinwire.transport import packet
 from thinwire.transport.buffers import Part
 from thinwire.transport.compressor import Compressor
-from thinwire.transport.layout import Layout
 
 CodecName = Literal["sign", "topk"]
 Compress = Literal["gradient", "momentum"]
 
 
-class CDAdam(Greeting, AdamLike):
+class CDAdam(WireOptimizer):
     r"""CD-Adam (Wang, Lin and Chen, AISTATS 2022): compressed AMSGrad, no warm-up and nothing frozen.
 
     Workers and owners send how far what they have to say is from what is known of it. With C(y) = ‖y‖₁/len · sign(y)
@@ -117,8 +124,6 @@ class CDAdam(Greeting, AdamLike):
         * In a hierarchical topology of a single node nothing is compressed: it is AMSGrad on the mean gradient.
     """
 
-    _state_has_buckets = True
-
     def __init__(
         self,
         params: ParamsT,
@@ -133,117 +138,132 @@ class CDAdam(Greeting, AdamLike):
         maximize: bool = False,
         **wire: Unpack[WireOptions],
     ) -> None:
-        if codec not in get_args(CodecName):
-            raise ValueError(f"codec={codec!r}: expected 'sign' or 'topk'")
-        if compress not in get_args(Compress):
-            raise ValueError(f"compress={compress!r}: expected 'gradient' or 'momentum'")
-        check_ratio(ratio)
-        self._codec: CodecName = codec
-        self._ratio = ratio
-        self._compress: Compress = compress
+        rule = CDAdamRule(codec, ratio, compress)
         if betas is None:
             betas = (0.0, 0.99) if (codec, compress) == ("sign", "gradient") else (0.9, 0.99)
-        super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, **wire)
+        super().__init__(params, adam_defaults(lr, betas, eps, weight_decay, maximize=maximize), rule, **wire)
 
-    def _settings(self) -> dict[str, Any]:
-        # Scales belong to shards of buckets: other buckets would be another run.
-        return {
-            "bucket_mb": self._bucket_mb,
-            "codec": self._codec,
-            "ratio": self._ratio,
-            "compress": self._compress,
-        }
 
-    def _declare(self, layout: Layout) -> tuple[dict[str, Compressor], State]:
+@dataclass
+class CDAdamRule(UpdateRule):
+    """The update rule of `CDAdam`; its arguments are those of the optimizer.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+
+    codec: CodecName
+    ratio: float
+    compress: Compress
+    state_depends_on_buckets = True
+    records_buckets = True
+
+    def __post_init__(self) -> None:
+        if self.codec not in get_args(CodecName):
+            raise ValueError(f"codec={self.codec!r}: expected 'sign' or 'topk'")
+        if self.compress not in get_args(Compress):
+            raise ValueError(f"compress={self.compress!r}: expected 'gradient' or 'momentum'")
+        check_ratio(self.ratio)
+
+    def check_group(self, group: Group) -> None:
+        """See `UpdateRule`."""
+        check_adam_group(group)
+
+    def settings(self) -> dict[str, Any]:
+        """See `UpdateRule`."""
+        return {"codec": self.codec, "ratio": self.ratio, "compress": self.compress}
+
+    def bind(self, context: Context) -> tuple[dict[str, Compressor], State]:
+        """See `UpdateRule`."""
+        self.context = context
+        layout, kernels, node = context.layout, context.kernels, context.topology.node
         self._m, self._v, self._peak = (
             torch.zeros(layout.size, dtype=torch.float32, device=layout.device) for _ in range(3)
         )
         state = State(whole={"m": self._m, "v": self._v, "peak": self._peak})
-        self._updates = self._layer_numbers("updates", state, layout, torch.int64)
+        self._updates = state.add_numbers("updates", len(layout.slots), torch.int64)
         self._average: Tensor | None = None
         self._signs: MarkovSign | None = None
         self._markov: Markov | MarkovSign | None = None
-        if not self._topology.compresses:
-            self._dense = Dense(self._kernels)
-            return {"dense": self._dense}, state
-        if self._compress == "momentum":
-            self._average = state.own["average"] = torch.zeros(
-                layout.own_size, dtype=torch.float32, device=layout.device
-            )
-        node = self._topology.node
-        if self._codec == "topk":
-            self._markov = Markov(layout, node, self._kernels, functools.partial(TopK, self._kernels, self._ratio))
+        if not context.topology.compresses:
+            self._dense = Dense(kernels)
+            return {DENSE: self._dense}, state
+        if self.compress == "momentum":
+            self._average = torch.zeros(layout.own_size, dtype=torch.float32, device=layout.device)
+            state.own["average"] = self._average
+        if self.codec == "topk":
+            self._markov = Markov(layout, node, kernels, functools.partial(TopK, kernels, self.ratio))
         else:
-            self._markov = self._signs = MarkovSign(layout, node, self._kernels)
+            self._markov = self._signs = MarkovSign(layout, node, kernels)
             state.own_words["said"] = self._signs.said
             state.words.update(alive=self._signs.active, spoke=self._signs.spoke)
             state.shards["sent_scale"] = self._signs.sent_scales
         state.own["known"] = self._markov.known
         state.owned["mean"] = self._markov.mean
         state.whole["followed"] = self._markov.followed
-        return {self._codec: self._markov}, state
+        return {self.codec: self._markov}, state
 
-    def _agreed_state(self) -> Tensors:
+    def shared_state(self) -> Tensors:
+        """See `UpdateRule`."""
         followed = {} if self._markov is None else {"followed": self._markov.followed}
         return {"m": self._m, "v": self._v, "peak": self._peak, **followed}
 
-    def _portable(self, *, private: bool) -> State:
-        state = super()._portable(private=private)
-        if self._markov is None:
-            return state
-        if not private:
-            # What is followed is the mean of what is known, and starts from zero with it.
-            return replace(state, whole={name: whole for name, whole in state.whole.items() if name != "followed"})
-        # All that the owners know of workers is their mean. If it is what is known of each, it is their mean again.
-        own = {name: own for name, own in state.own.items() if name != "known"}
-        return replace(state, own=own, owned={"mean": self._markov.mean, "known": self._markov.mean})
-
-    def _begin_step(self) -> None:
-        """See `WireOptimizer._begin_step`."""
-        super()._begin_step()
+    def begin_step(self) -> None:
+        """See `UpdateRule`."""
         if self._signs is not None:
-            self._signs.begin_step(greeting=self._greets())
+            self._signs.begin_step(greeting=self._activates)
+
+    def channel(self) -> str:
+        """See `UpdateRule`."""
+        return DENSE if self._markov is None else self.codec
 
     @property
-    def _has_hellos(self) -> bool:
-        return self._signs is not None
+    def _activates(self) -> bool:
+        """Whether this step begins with an activation round."""
+        return self._signs is not None and self.context.step == 1
+
+    def first_flags(self) -> int:
+        """See `UpdateRule`."""
+        return packet.ACTIVATION if self._activates else 0
 
     @property
-    def _needs_no_host(self) -> bool:
-        return not self._greets() and self._codec == "sign"
+    def defers(self) -> bool:
+        """See `UpdateRule`."""
+        return not self._activates and self.codec == "sign"
 
-    def _not_taken(self, positions: Sequence[int]) -> None:
-        self._take_back(self._updates, positions)
+    def revert(self, positions: Sequence[int]) -> None:
+        """See `UpdateRule`."""
+        for position in positions:
+            self._updates.now[position] -= 1
 
-    def _local(
-        self, position: int, part: Part, grad: Tensor | None, group: dict[str, Any], scale: Scale
-    ) -> bool | None:
+    def encode(self, position: int, part: Part, grad: Tensor | None, group: Group, scale: Scale) -> bool | None:
+        """See `UpdateRule`."""
         scale = signed(scale, group)
         if self._markov is None:
             return self._dense.encode(part, grad, scale, SQUARABLE)
         return self._markov.encode(part, grad, self._average, beta=group["betas"][0], scale=scale)
 
-    def _settle(self, flags: int) -> int:
-        if self._signs is not None and self._greets():
+    def settle(self, flags: int) -> int:
+        """See `UpdateRule`."""
+        if self._signs is not None and self._activates:
             if flags & packet.NONFINITE:
                 self._signs.give_up()
                 return flags
             self._signs.recall(told=self._average is not None)
-            flags = self._exchange_after_greeting()
+            flags = exchange_after_activation(self)
         if self._markov is not None:
             self._markov.hear()
         if flags & packet.NONFINITE:
-            self._follow(range(len(self._flat_params)))
+            self._follow(range(len(self.context.params)))
         return flags
 
-    def _apply(
-        self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None, group: dict[str, Any]
-    ) -> None:
+    def apply(self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None, group: Group) -> None:
+        """See `UpdateRule`."""
         lr, (beta1, beta2) = float(group["lr"]), group["betas"]
         self._updates.now[position] += 1
-        updates, buffers, signs, markov = self._updates.now[position], self._channel.buffers, self._signs, self._markov
+        updates, signs, markov = self._updates.now[position], self._signs, self._markov
         for part in parts:
-            self._kernels.amsgrad_apply(
+            self.context.kernels.amsgrad_apply(
                 part.down_runs,
                 x,
                 low,
@@ -251,7 +271,7 @@ class CDAdam(Greeting, AdamLike):
                 self._m,
                 self._v,
                 self._peak,
-                buffers.answers,
+                self.context.session.channel.buffers.answers,
                 None if signs is None else signs.answer_scales,
                 None if signs is None else signs.heard,
                 beta1=beta1,
@@ -263,17 +283,33 @@ class CDAdam(Greeting, AdamLike):
                 source=Source.FLOATS if markov is None else Source.HELD if signs is None else Source.SIGNS,
             )
 
-    def _conclude(self) -> None:
-        present = set(self._present())
-        self._follow([position for position in range(len(self._flat_params)) if position not in present])
+    def after_apply(self) -> None:
+        """See `UpdateRule`."""
+        present = set(self.present())
+        self._follow([position for position in range(len(self.context.params)) if position not in present])
 
     def _follow(self, positions: Sequence[int]) -> None:
-        """Follow the answers for parameters that take no step by them; with that all have been followed."""
+        """Add the answers to g̃ for parameters that take no step by them. With that, all answers are added."""
         if self._signs is not None:
             for position in positions:
-                for part in self._channel.buffers.parts[position]:
+                for part in self.context.session.channel.buffers.parts[position]:
                     self._signs.follow(part)
             self._signs.conclude()
 
-    def _contraction(self) -> float:
+    def portable(self, state: State, *, private: bool) -> State:
+        """See `UpdateRule`."""
+        portable = super().portable(state, private=private)
+        if self._markov is None:
+            return portable
+        if not private:
+            # g̃ follows the mean of all ĝ_i, and restarts from zero with them.
+            return replace(
+                portable, whole={name: whole for name, whole in portable.whole.items() if name != "followed"}
+            )
+        # Owners know only the mean of all ĝ_i. If every worker continues with it, it is their mean again.
+        own = {name: own for name, own in portable.own.items() if name != "known"}
+        return replace(portable, own=own, owned={"mean": self._markov.mean, "known": self._markov.mean})
+
+    def contraction(self) -> float:
+        """See `UpdateRule`."""
         return float("nan") if self._markov is None else self._markov.contraction()

@@ -14,13 +14,27 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from thinwire.compressors.dense import Dense
+from thinwire.kernels.modes import Scale
 from thinwire.kernels.ops import Kernels
-from thinwire.optimizers._adam import AdamFamily, correction, root_correction
-from thinwire.optimizers._options import Unpack, WireOptions
+from thinwire.optimizers.adam import (
+    DENSE,
+    SQUARABLE,
+    AdamMoments,
+    adam_defaults,
+    check_adam_group,
+    correction,
+    root_correction,
+    signed,
+)
+from thinwire.optimizers.optimizer import Unpack, WireOptimizer, WireOptions
+from thinwire.optimizers.rule import Context, Group, UpdateRule
+from thinwire.optimizers.state import State, Tensors
 from thinwire.transport.buffers import Part
+from thinwire.transport.compressor import Compressor
 
 
-class Lamb(AdamFamily):
+class Lamb(WireOptimizer):
     r"""LAMB (You et al., ICLR 2020): layer-wise steps for large batches; gradients are averaged exactly.
 
     What `thinwire.OneBitLamb` does in its warm-up, for those who want to compare, or whose network is fast. With Adam's
@@ -71,18 +85,57 @@ class Lamb(AdamFamily):
         **wire: Unpack[WireOptions],
     ) -> None:
         check_range("min_coeff", min_coeff, "max_coeff", max_coeff)
-        self._coeffs = (min_coeff, max_coeff)
-        super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, **wire)
+        rule = LambRule((min_coeff, max_coeff))
+        super().__init__(params, adam_defaults(lr, betas, eps, weight_decay, maximize=maximize), rule, **wire)
 
-    def _settings(self) -> dict[str, Any]:
-        return {**super()._settings(), "min_coeff": self._coeffs[0], "max_coeff": self._coeffs[1]}
 
-    def _apply(
-        self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None, group: dict[str, Any]
-    ) -> None:
-        self._updates.now[position] += 1
-        answers, updates = self._channel.buffers.answers, self._updates.now[position]
-        lamb_step(self._kernels, parts, x, low, self._m, self._v, answers, group, updates, self._coeffs)
+class LambRule(UpdateRule):
+    """The update rule of `Lamb`.
+
+    Args:
+        coeffs: the least and the largest factor c of a layer.
+    """
+
+    records_buckets = True
+
+    def __init__(self, coeffs: tuple[float, float]) -> None:
+        self._coeffs = coeffs
+
+    def check_group(self, group: Group) -> None:
+        """See `UpdateRule`."""
+        check_adam_group(group)
+
+    def settings(self) -> dict[str, Any]:
+        """See `UpdateRule`."""
+        return {"min_coeff": self._coeffs[0], "max_coeff": self._coeffs[1]}
+
+    def bind(self, context: Context) -> tuple[dict[str, Compressor], State]:
+        """See `UpdateRule`."""
+        self.context = context
+        state = State()
+        self._adam = AdamMoments(context, state)
+        self._dense = Dense(context.kernels)
+        return {DENSE: self._dense}, state
+
+    def shared_state(self) -> Tensors:
+        """See `UpdateRule`."""
+        return {"v": self._adam.v}
+
+    def channel(self) -> str:
+        """See `UpdateRule`."""
+        return DENSE
+
+    def encode(self, position: int, part: Part, grad: Tensor | None, group: Group, scale: Scale) -> bool | None:
+        """See `UpdateRule`."""
+        return self._dense.encode(part, grad, signed(scale, group), SQUARABLE)
+
+    def apply(self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None, group: Group) -> None:
+        """See `UpdateRule`."""
+        adam = self._adam
+        adam.updates.now[position] += 1
+        answers = self.context.session.channel.buffers.answers
+        updates, kernels = adam.updates.now[position], self.context.kernels
+        lamb_step(kernels, parts, x, low, adam.m, adam.v, answers, group, updates, self._coeffs)
 
 
 def lamb_step(
@@ -93,7 +146,7 @@ def lamb_step(
     m: Tensor,
     v: Tensor,
     gradient: Tensor,
-    group: dict[str, Any],
+    group: Group,
     updates: int,
     coeffs: tuple[float, float],
 ) -> tuple[float, float]:
@@ -127,12 +180,12 @@ def norms(squares: Sequence[Sequence[float]]) -> list[float]:
 
 
 def clamp(value: float, low: float, high: float) -> float:
-    """The number between the two that is nearest to `value`."""
+    """The number in [low, high] that is nearest to `value`."""
     return min(max(value, low), high)
 
 
 def check_range(low_name: str, low: float, high_name: str, high: float) -> None:
-    """Refuse limits that are none.
+    """Reject limits that are not in order.
 
     Raises:
         ValueError: naming the arguments.

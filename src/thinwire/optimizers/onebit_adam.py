@@ -14,14 +14,23 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from thinwire.kernels.modes import Scale
-from thinwire.optimizers._adam import correction, signed
-from thinwire.optimizers._frozen import FrozenVariance
-from thinwire.optimizers._options import Unpack, WireOptions
-from thinwire.optimizers._warmup import Length
+from thinwire.optimizers.adam import AdamMoments, adam_defaults, check_adam_group, correction, signed
+from thinwire.optimizers.optimizer import Unpack, WireOptimizer, WireOptions
+from thinwire.optimizers.rule import Context, Group, UpdateRule
+from thinwire.optimizers.state import State, Tensors
+from thinwire.optimizers.warmup import (
+    DenseThenSigns,
+    Length,
+    StageOptions,
+    check_length,
+    largest_beta2,
+    warn_of_dense_run,
+)
 from thinwire.transport.buffers import Part
+from thinwire.transport.compressor import Compressor
 
 
-class OneBitAdam(FrozenVariance):
+class OneBitAdam(WireOptimizer):
     r"""1-bit Adam (Tang et al., ICML 2021): dense AdamW first, then one bit a parameter with error feedback.
 
     Warm-up is AdamW on the exact mean gradient. When it ends the variance is frozen as v̂, and with the momentum m that
@@ -104,43 +113,102 @@ class OneBitAdam(FrozenVariance):
         error_dtype: torch.dtype = torch.float32,
         **wire: Unpack[WireOptions],
     ) -> None:
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            warmup_steps=warmup_steps,
-            total_steps=total_steps,
-            variance_floor=variance_floor,
-            maximize=maximize,
-            error_dtype=error_dtype,
-            **wire,
-        )
+        rule = OneBitAdamRule(StageOptions(warmup_steps, variance_floor, error_dtype))
+        super().__init__(params, adam_defaults(lr, betas, eps, weight_decay, maximize=maximize), rule, **wire)
+        warn_of_dense_run(warmup_steps, total_steps, largest_beta2(self.param_groups))
+
+
+class OneBitAdamRule(UpdateRule):
+    """The update rule of `OneBitAdam`.
+
+    Args:
+        options: when and how the second stage follows the first.
+    """
+
+    state_depends_on_buckets = True
+    records_buckets = True
+
+    def __init__(self, options: StageOptions) -> None:
+        self._options = options
+
+    def check_group(self, group: Group) -> None:
+        """See `UpdateRule`."""
+        check_adam_group(group)
+        check_length(self._options.warmup_steps, group["betas"][1])
+
+    def settings(self) -> dict[str, Any]:
+        """See `UpdateRule`."""
+        return self._options.settings()
+
+    def bind(self, context: Context) -> tuple[dict[str, Compressor], State]:
+        """See `UpdateRule`."""
+        self.context = context
+        state = State()
+        self._adam = AdamMoments(context, state)
+        self._stages = DenseThenSigns(context, state, self._adam, self._options)
+        return self._stages.compressors, state
+
+    def shared_state(self) -> Tensors:
+        """See `UpdateRule`."""
+        return {"v": self._adam.v}
+
+    def progress(self) -> dict[str, Any]:
+        """See `UpdateRule`."""
+        return self._stages.progress()
+
+    def channel(self) -> str:
+        """See `UpdateRule`."""
+        return self._stages.channel()
+
+    def begin_step(self) -> None:
+        """See `UpdateRule`."""
+        self._stages.begin_step()
 
     @property
-    def _needs_no_host(self) -> bool:
-        return self._compressing
+    def defers(self) -> bool:
+        """See `UpdateRule`."""
+        return self._stages.compressing
 
-    def _not_taken(self, positions: Sequence[int]) -> None:
-        self._take_back(self._updates, positions)
+    def revert(self, positions: Sequence[int]) -> None:
+        """See `UpdateRule`."""
+        for position in positions:
+            self._adam.updates.now[position] -= 1
 
-    def _local(
-        self, position: int, part: Part, grad: Tensor | None, group: dict[str, Any], scale: Scale
-    ) -> bool | None:
-        if not self._compressing:
-            return super()._local(position, part, grad, group, scale)
-        beta = group["betas"][0]
-        return self._signs.encode(part, grad, beta=beta, weight=1.0 - beta, scale=signed(scale, group))
+    def encode(self, position: int, part: Part, grad: Tensor | None, group: Group, scale: Scale) -> bool | None:
+        """See `UpdateRule`."""
+        return self._stages.encode(part, grad, group, signed(scale, group))
 
-    def _apply(
-        self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None, group: dict[str, Any]
-    ) -> None:
-        if not self._compressing:
-            self._apply_gradient(position, parts, x, low, group, self._updates.now[position] + 1, group["eps"])
+    def settle(self, flags: int) -> int:
+        """See `UpdateRule`."""
+        self._stages.settle()
+        return flags
+
+    def apply(self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None, group: Group) -> None:
+        """See `UpdateRule`."""
+        updates = self._adam.updates
+        if not self._stages.compressing:
+            count, eps = updates.now[position] + 1, group["eps"]
+            self._adam.apply(position, parts, x, low, group, variance_updates=count, eps=eps)
             return
         lr = float(group["lr"])
-        self._updates.now[position] += 1
-        rate = lr * correction(group["betas"][0], self._updates.now[position])
+        updates.now[position] += 1
+        rate = lr * correction(group["betas"][0], updates.now[position])
         for part in parts:
-            self._apply_signs(part, x, low, rate=rate, decay=1.0 - lr * group["weight_decay"])
+            self._stages.apply_signs(part, x, low, rate=rate, decay=1.0 - lr * group["weight_decay"])
+
+    def end_step(self) -> None:
+        """See `UpdateRule`."""
+        self._stages.end_step(lambda: [1.0] * len(self.context.params))
+
+    def before_save(self, saved: dict[str, Any]) -> None:
+        """See `UpdateRule`."""
+        self._stages.before_save(saved)
+
+    def portable(self, state: State, *, private: bool) -> State:
+        """See `UpdateRule`."""
+        return self._stages.portable(state, self.encode, private=private)
+
+    @property
+    def needs_compression(self) -> bool:
+        """See `UpdateRule`."""
+        return self._stages.compressing

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,24 +16,31 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from thinwire.kernels.modes import Scale
-from thinwire.optimizers._adam import correction, signed
-from thinwire.optimizers._frozen import FrozenVariance
-from thinwire.optimizers._options import Unpack, WireOptions
-from thinwire.optimizers._state import State
-from thinwire.optimizers._warmup import Length
+from thinwire.optimizers.adam import AdamMoments, adam_defaults, check_adam_group, correction, signed
 from thinwire.optimizers.lamb import check_range, clamp, lamb_step, norms
+from thinwire.optimizers.optimizer import Unpack, WireOptimizer, WireOptions
+from thinwire.optimizers.rule import Context, Group, UpdateRule
+from thinwire.optimizers.state import State, Tensors
+from thinwire.optimizers.warmup import (
+    DenseThenSigns,
+    Length,
+    StageOptions,
+    check_length,
+    largest_beta2,
+    warn_of_dense_run,
+)
 from thinwire.transport.buffers import Part
 from thinwire.transport.compressor import Compressor
-from thinwire.transport.layout import Layout
 from thinwire.transport.memory import untouched_zeros
 
 _COEFF_BETA = 0.9
 _SILENT = 0.1
-"""A layer with less momentum than this much of √v̂ has fallen silent: noise alone gives twice as much at β1 = 0.9."""
+"""A layer with less momentum than this fraction of √v̂ has no gradients now: noise alone gives twice as much at
+β1 = 0.9."""
 _MOST_WEIGHT = 1000.0
 
 
-class OneBitLamb(FrozenVariance):
+class OneBitLamb(WireOptimizer):
     r"""1-bit LAMB (Li et al., HiPC 2022): layer-wise steps for large batches, one bit a parameter after a warm-up.
 
     Warm-up is `thinwire.Lamb` on the exact mean gradient, and keeps an average c_avg of each layer's factor c. When it
@@ -103,8 +111,6 @@ class OneBitLamb(FrozenVariance):
         * In a hierarchical topology of a single node nothing is compressed and the warm-up never ends: it is LAMB.
     """
 
-    _remembers = True
-
     def __init__(
         self,
         params: ParamsT,
@@ -125,97 +131,146 @@ class OneBitLamb(FrozenVariance):
         error_dtype: torch.dtype = torch.float32,
         **wire: Unpack[WireOptions],
     ) -> None:
-        check_range("min_coeff", min_coeff, "max_coeff", max_coeff)
-        check_range("factor_min", factor_min, "factor_max", factor_max)
-        if not factor_min <= 1 <= factor_max:
-            raise ValueError(f"factor_min={factor_min!r} and factor_max={factor_max!r}: expected 1 between them")
-        if not 0 <= factor_threshold < 1:
-            raise ValueError(f"factor_threshold={factor_threshold!r}: expected a number in [0, 1)")
-        self._coeffs = (min_coeff, max_coeff)
-        self._factors = (factor_min, factor_max)
-        self._factor_threshold = factor_threshold
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            warmup_steps=warmup_steps,
-            total_steps=total_steps,
-            variance_floor=variance_floor,
-            maximize=maximize,
-            error_dtype=error_dtype,
-            **wire,
-        )
+        limits = LayerLimits(min_coeff, max_coeff, factor_min, factor_max, factor_threshold)
+        rule = OneBitLambRule(StageOptions(warmup_steps, variance_floor, error_dtype), limits)
+        super().__init__(params, adam_defaults(lr, betas, eps, weight_decay, maximize=maximize), rule, **wire)
+        warn_of_dense_run(warmup_steps, total_steps, largest_beta2(self.param_groups))
 
-    def _settings(self) -> dict[str, Any]:
-        names = ("min_coeff", "max_coeff", "factor_min", "factor_max", "factor_threshold")
-        limits = (*self._coeffs, *self._factors, self._factor_threshold)
-        return {**super()._settings(), **dict(zip(names, limits, strict=True))}
 
-    def _declare(self, layout: Layout) -> tuple[dict[str, Compressor], State]:
-        compressors, state = super()._declare(layout)
-        self._coefficient = self._layer_numbers("coefficient", state, layout, torch.float64)
+@dataclass(frozen=True)
+class LayerLimits:
+    """The limits of the factors c and f of a layer, as in `OneBitLamb`.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+
+    min_coeff: float
+    max_coeff: float
+    factor_min: float
+    factor_max: float
+    factor_threshold: float
+
+    def __post_init__(self) -> None:
+        check_range("min_coeff", self.min_coeff, "max_coeff", self.max_coeff)
+        check_range("factor_min", self.factor_min, "factor_max", self.factor_max)
+        if not self.factor_min <= 1 <= self.factor_max:
+            raise ValueError(
+                f"factor_min={self.factor_min!r} and factor_max={self.factor_max!r}: expected 1 between them"
+            )
+        if not 0 <= self.factor_threshold < 1:
+            raise ValueError(f"factor_threshold={self.factor_threshold!r}: expected a number in [0, 1)")
+
+
+class OneBitLambRule(UpdateRule):
+    """The update rule of `OneBitLamb`.
+
+    Args:
+        options: when and how the second stage follows the first.
+        limits: of the factors of a layer.
+    """
+
+    state_depends_on_buckets = True
+    records_buckets = True
+
+    def __init__(self, options: StageOptions, limits: LayerLimits) -> None:
+        self._options = options
+        self._limits = limits
+
+    def check_group(self, group: Group) -> None:
+        """See `UpdateRule`."""
+        check_adam_group(group)
+        check_length(self._options.warmup_steps, group["betas"][1])
+
+    def settings(self) -> dict[str, Any]:
+        """See `UpdateRule`."""
+        return {**self._options.settings(), **vars(self._limits)}
+
+    def bind(self, context: Context) -> tuple[dict[str, Compressor], State]:
+        """See `UpdateRule`."""
+        self.context = context
+        state, layout = State(), context.layout
+        self._adam = AdamMoments(context, state)
+        self._stages = DenseThenSigns(context, state, self._adam, self._options, keep_previous_answer=True)
+        layers = len(layout.slots)
+        self._coefficient = state.add_numbers("coefficient", layers, torch.float64)
         """c_avg of each layer, up to the switch without bias correction."""
-        self._factor = self._layer_numbers("factor", state, layout, torch.float64, start=1)
-        self._layer_weight = self._layer_numbers("weight", state, layout, torch.float64, start=1, check=_check_weight)
-        self._follows = False
-        """Whether w follows the gradients in this step: it takes two answers to tell one."""
-        if self._topology.compresses:
+        self._factor = state.add_numbers("factor", layers, torch.float64, start=1)
+        self._weight = state.add_numbers("weight", layers, torch.float64, start=1, check=_check_weight)
+        """What a layer's momentum is multiplied by in packets."""
+        self._updates_w = False
+        """Whether w is updated in this step: the gradient follows from two answers."""
+        if context.topology.compresses:
             self._w = untouched_zeros(layout.size, torch.float32, layout.device)
             state.whole["w"] = self._w
-        return compressors, state
+        return self._stages.compressors, state
 
-    def _settle(self, flags: int) -> int:
-        flags = super()._settle(flags)
-        if self._compressing:
-            self._follows = self._signs.has_before
+    def shared_state(self) -> Tensors:
+        """See `UpdateRule`."""
+        return {"v": self._adam.v}
+
+    def progress(self) -> dict[str, Any]:
+        """See `UpdateRule`."""
+        return self._stages.progress()
+
+    def channel(self) -> str:
+        """See `UpdateRule`."""
+        return self._stages.channel()
+
+    def begin_step(self) -> None:
+        """See `UpdateRule`."""
+        self._stages.begin_step()
+
+    def encode(self, position: int, part: Part, grad: Tensor | None, group: Group, scale: Scale) -> bool | None:
+        """See `UpdateRule`."""
+        scale = signed(scale, group)
+        if self._stages.compressing:
+            scale = scale * self._weight.now[position]
+        return self._stages.encode(part, grad, group, scale)
+
+    def settle(self, flags: int) -> int:
+        """See `UpdateRule`."""
+        self._stages.settle()
+        if self._stages.compressing:
+            self._updates_w = self._stages.signs.has_before
         return flags
 
-    def _local(
-        self, position: int, part: Part, grad: Tensor | None, group: dict[str, Any], scale: Scale
-    ) -> bool | None:
-        if not self._compressing:
-            return super()._local(position, part, grad, group, scale)
-        beta = group["betas"][0]
-        scale = signed(scale, group) * self._weight(position)
-        return self._signs.encode(part, grad, beta=beta, weight=1.0 - beta, scale=scale)
-
-    def _apply(
-        self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None, group: dict[str, Any]
-    ) -> None:
-        self._updates.now[position] += 1
-        updates = self._updates.now[position]
-        if self._compressing:
+    def apply(self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None, group: Group) -> None:
+        """See `UpdateRule`."""
+        adam = self._adam
+        adam.updates.now[position] += 1
+        updates = adam.updates.now[position]
+        if self._stages.compressing:
             self._apply_compressed(position, parts, x, low, group, updates)
             return
-        answers = self._channel.buffers.answers
-        c, variance = lamb_step(self._kernels, parts, x, low, self._m, self._v, answers, group, updates, self._coeffs)
-        self._variances.now[position] = variance
+        answers, kernels = self.context.session.channel.buffers.answers, self.context.kernels
+        limits = (self._limits.min_coeff, self._limits.max_coeff)
+        c, variance = lamb_step(kernels, parts, x, low, adam.m, adam.v, answers, group, updates, limits)
+        adam.variances.now[position] = variance
         average = self._coefficient.now[position]
         self._coefficient.now[position] = _COEFF_BETA * average + (1 - _COEFF_BETA) * c
 
     def _apply_compressed(
-        self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None, group: dict[str, Any], updates: int
+        self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None, group: Group, updates: int
     ) -> None:
-        (beta1, beta2), weight_decay = group["betas"], group["weight_decay"]
-        shrink, unbias = 1.0 / self._weight(position), correction(beta1, updates)
+        (beta1, beta2), weight_decay, signs = group["betas"], group["weight_decay"], self._stages.signs
+        shrink, unbias = 1.0 / self._weight.now[position], correction(beta1, updates)
         measured: list[list[float]] = []
         for part in parts:
             sums = torch.zeros(part.down_runs.shape[0], 3, dtype=torch.float64, device=x.device)
-            self._kernels.onebit_lamb_measure(
+            self.context.kernels.onebit_lamb_measure(
                 part.down_runs,
                 x,
                 low,
-                self._v,
+                self._adam.v,
                 self._w,
-                self._signs.answer,
-                self._signs.answer_scales,
-                self._signs.answer_before,
-                self._signs.answer_scales_before,
+                signs.answer,
+                signs.answer_scales,
+                signs.answer_before,
+                signs.answer_scales_before,
                 shrink=shrink,
                 beta1=beta1,
-                beta2=beta2 if self._follows else 1.0,
+                beta2=beta2 if self._updates_w else 1.0,
                 eps=group["eps"],
                 unbias=unbias,
                 weight_decay=weight_decay,
@@ -226,48 +281,65 @@ class OneBitLamb(FrozenVariance):
         factor = self._next_factor(position, max(row[2] for row in measured), adaptive, length, weight_decay)
         rate = float(group["lr"]) * self._coefficient.now[position] * factor
         for part in parts:
-            self._apply_signs(part, x, low, rate=rate * unbias * shrink, decay=1.0 - rate * weight_decay)
+            self._stages.apply_signs(part, x, low, rate=rate * unbias * shrink, decay=1.0 - rate * weight_decay)
 
     def _next_factor(self, position: int, factor: float, adaptive: float, length: float, weight_decay: float) -> float:
         """The factor f of a layer, given the largest ratio of its variances and the norms of m̂/(√v̂ + ε) and r."""
         if weight_decay > 0:
             share = min(1.0, adaptive / length) if length > 0 else 1.0
             factor = factor * share + (1.0 - share)
-        factor = clamp(factor, *self._factors)
-        last = self._factor.now[position]
-        factor = clamp(factor, last * (1.0 - self._factor_threshold), last * (1.0 + self._factor_threshold))
+        factor = clamp(factor, self._limits.factor_min, self._limits.factor_max)
+        last, threshold = self._factor.now[position], self._limits.factor_threshold
+        factor = clamp(factor, last * (1.0 - threshold), last * (1.0 + threshold))
         self._factor.now[position] = factor
         return factor
 
-    def _switch(self) -> None:
-        sizes = [self._typical_momentum(position) for position in range(len(self._layout.slots))]
+    def end_step(self) -> None:
+        """See `UpdateRule`."""
+        self._stages.end_step(self._weigh_layers)
+
+    def _weigh_layers(self) -> list[float]:
+        """At the switch: the weight of each layer, the corrected c_avg, and the start of w."""
+        slots = self.context.layout.slots
+        sizes = [self._typical_momentum(position) for position in range(len(slots))]
         some = [size for size in sizes if size > 0]
-        for position, (slot, size) in enumerate(zip(self._layout.slots, sizes, strict=True)):
-            updates = self._updates.now[position]
+        for position, (slot, size) in enumerate(zip(slots, sizes, strict=True)):
+            updates = self._adam.updates.now[position]
             if size > 0:
                 weight = math.fsum(some) / len(some) / size
-                self._layer_weight.now[position] = clamp(weight, 1 / _MOST_WEIGHT, _MOST_WEIGHT)
+                self._weight.now[position] = clamp(weight, 1 / _MOST_WEIGHT, _MOST_WEIGHT)
             self._coefficient.now[position] *= correction(_COEFF_BETA, updates)
             here = slice(slot.start, slot.start + slot.numel)
-            torch.mul(self._v[here], correction(self._group_of(position)["betas"][1], updates), out=self._w[here])
-        super()._switch()
+            unbias = correction(self.context.group_of(position)["betas"][1], updates)
+            torch.mul(self._adam.v[here], unbias, out=self._w[here])
+        return list(self._weight.now)
 
     def _typical_momentum(self, position: int) -> float:
         """The root mean square of a layer's momentum, or a tenth of √v̂'s if that is more.
 
-        A layer whose gradients have been silent for a while has next to no momentum. Weighted by it, they would drown
-        all others in the shard when they return; √v̂ remembers them longer.
+        A layer that has had no gradients for a while has next to no momentum. Weighted by it, its gradients would
+        dominate the shard when they return. √v̂ decays more slowly.
         """
-        slot = self._layout.slots[position]
+        slot = self.context.layout.slots[position]
         if not slot.numel:
             return 0.0
-        beta2 = self._group_of(position)["betas"][1]
-        momentum = self._kernels.square_sum(self._m[slot.start : slot.start + slot.numel])
-        variance = self._variances.now[position] * correction(beta2, self._updates.now[position])
+        beta2 = self.context.group_of(position)["betas"][1]
+        momentum = self.context.kernels.square_sum(self._adam.m[slot.start : slot.start + slot.numel])
+        variance = self._adam.variances.now[position] * correction(beta2, self._adam.updates.now[position])
         return math.sqrt(max(momentum, _SILENT**2 * variance) / slot.numel)
 
-    def _weight(self, position: int) -> float:
-        return self._layer_weight.now[position]
+    def before_save(self, saved: dict[str, Any]) -> None:
+        """See `UpdateRule`."""
+        self._stages.before_save(saved)
+
+    def portable(self, state: State, *, private: bool) -> State:
+        """See `UpdateRule`."""
+        return self._stages.portable(state, self.encode, private=private)
+
+    @property
+    def needs_compression(self) -> bool:
+        """See `UpdateRule`."""
+        return self._stages.compressing
 
 
 def _check_weight(weight: Tensor, step: int) -> str | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,23 +20,23 @@ from thinwire.compressors.codecs.count_sketch import MAX_ELEMENTS, CountSketch
 from thinwire.compressors.codecs.dense import Floats
 from thinwire.compressors.sketching import Sketching
 from thinwire.kernels.modes import Scale
-from thinwire.optimizers._adam import AdamLike, signed
-from thinwire.optimizers._inputs import check_seed
-from thinwire.optimizers._options import Unpack, WireOptions
-from thinwire.optimizers._paper import LOCAL
-from thinwire.optimizers._state import State, Tensors
+from thinwire.optimizers.adam import adam_defaults, check_adam_group, signed
+from thinwire.optimizers.inputs import check_seed
+from thinwire.optimizers.optimizer import Unpack, WireOptimizer, WireOptions
+from thinwire.optimizers.rule import Context, Group, UpdateRule
+from thinwire.optimizers.state import State, Tensors
 from thinwire.transport import packet
 from thinwire.transport.buffers import Part
 from thinwire.transport.compressor import Compressor
-from thinwire.transport.layout import Layout
 from thinwire.transport.memory import HOST
+from thinwire.transport.session import LOCAL
 
 _LARGEST = 2.0**56
 """The largest gradient that is taken in. What is not picked gathers in e, which must stay below 2⁶⁰: a larger gradient,
 whose coordinate is hardly ever picked because its v̂ is as large, would let all steps be skipped from then on."""
 
 
-class SketchedAMSGrad(AdamLike):
+class SketchedAMSGrad(WireOptimizer):
     r"""SketchedAMSGrad (Xian, Huang and Huang, 2022): sketches are summed, and the k largest coordinates fetched.
 
     A worker adds to its momentum what it has not sent so far, and everybody gets the mean of the count sketches S::
@@ -131,51 +132,69 @@ class SketchedAMSGrad(AdamLike):
         maximize: bool = False,
         **wire: Unpack[WireOptions],
     ) -> None:
-        check_seed(seed)
-        self._rows, self._columns, self._k = rows, columns, k
-        self._seed = seed
-        super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, **wire)
+        rule = SketchedAMSGradRule(rows, columns, k, seed)
+        super().__init__(params, adam_defaults(lr, betas, eps, weight_decay, maximize=maximize), rule, **wire)
 
-    def _check_group(self, group: dict[str, Any]) -> None:
-        super()._check_group(group)
+
+@dataclass
+class SketchedAMSGradRule(UpdateRule):
+    """The update rule of `SketchedAMSGrad`; its arguments are those of the optimizer.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+
+    rows: int
+    columns: int | None
+    k: int | None
+    seed: int
+
+    def __post_init__(self) -> None:
+        check_seed(self.seed)
+
+    def check_group(self, group: Group) -> None:
+        """See `UpdateRule`."""
+        check_adam_group(group)
         if group["eps"] < torch.finfo(torch.float32).tiny:
             raise ValueError(f"eps={group['eps']!r}: expected a number that float32 has too, such as 1e-4")
 
-    def _settings(self) -> dict[str, Any]:
-        return {"rows": self._rows, "columns": self._columns, "k": self._k, "seed": self._seed}
+    def settings(self) -> dict[str, Any]:
+        """See `UpdateRule`."""
+        return {"rows": self.rows, "columns": self.columns, "k": self.k, "seed": self.seed}
 
-    def _declare(self, layout: Layout) -> tuple[dict[str, Compressor], State]:
+    def bind(self, context: Context) -> tuple[dict[str, Compressor], State]:
+        """See `UpdateRule`."""
+        self.context = context
+        layout, topology, kernels = context.layout, context.topology, context.kernels
         elements = sum(slot.numel for slot in layout.slots)
-        if self._side is not None:
+        if context.session.side is not None:
             raise ValueError(
                 f"SketchedAMSGrad with parameters on {str(layout.device)!r}: sums in a sketch depend on the order "
                 "of their terms, which is kept on the CPU only. Expected parameters there, or another optimizer"
             )
         if layout.size >= MAX_ELEMENTS:
             raise ValueError(f"{elements} parameters: a count sketch tells at most 2**31 - 1 apart")
-        k = min(elements, max(32, math.ceil(elements / 100))) if self._k is None else self._k
+        k = min(elements, max(32, math.ceil(elements / 100))) if self.k is None else self.k
         if not is_integer(k, min(elements, 1), elements):
             raise ValueError(f"k={k!r}: expected an integer from 1 to the number of parameters, {elements}")
-        columns = max(64, math.ceil(elements / 50)) if self._columns is None else self._columns
-        sketch = CountSketch(self._kernels, self._rows, columns, self._seed)
+        columns = max(64, math.ceil(elements / 50)) if self.columns is None else self.columns
+        self._sketch = CountSketch(kernels, self.rows, columns, self.seed)
         self._m, self._error, self._gradient = (
             torch.zeros(layout.own_size, dtype=torch.float32, device=layout.device) for _ in range(3)
         )
         self._v, self._peak = (torch.ones(layout.size, dtype=torch.float32, device=layout.device) for _ in range(2))
         for position, slot in enumerate(layout.slots):
             for start in (self._v, self._peak):
-                start[slot.start : slot.stop] = self._group_of(position)["eps"]
+                start[slot.start : slot.stop] = context.group_of(position)["eps"]
         state = State(own={"m": self._m, "error": self._error}, whole={"v": self._v, "peak": self._peak})
-        self._rates = self._layer_numbers("rate", state, layout, torch.float64)
+        self._rates = state.add_numbers("rate", len(layout.slots), torch.float64)
         """The last learning rate that was not zero, or zero."""
-        topology = self._topology
-        self._sketch = sketch
         self._sketches: Sum | None = None
         if topology.compresses:
-            self._sketches = Sum([(sketch, elements), (Floats(), len(layout.slots))], topology, self._kernels, 1)
+            self._sketches = Sum([(self._sketch, elements), (Floats(), len(layout.slots))], topology, kernels, 1)
         else:
             k = elements
-        self._values = Sum([(Floats(), k), (Floats(), k)], topology, self._kernels, 2)
+        self._values = Sum([(Floats(), k), (Floats(), k)], topology, kernels, 2)
         self._indices = torch.zeros(k, dtype=torch.int32, device=HOST)
         self._picked = 0
         ranges = [[slot.start, slot.numel] for slot in layout.slots]
@@ -184,29 +203,34 @@ class SketchedAMSGrad(AdamLike):
         self._own_edges = _edges([(b.own_start, b.own_start + b.slice_elements) for b in layout.buckets])
         self._moving: list[int] = []
         """Positions of the parameters that have a gradient on some worker, and a learning rate."""
-        into = None if self._sketches is None else (sketch, self._sketches.packets[0])
+        into = None if self._sketches is None else (self._sketch, self._sketches.packets[0])
         return {LOCAL: Sketching(self._error, into)}, state
 
-    def _agreed_state(self) -> Tensors:
+    def shared_state(self) -> Tensors:
+        """See `UpdateRule`."""
         return {"v": self._v, "peak": self._peak}
 
-    def _disconnect(self) -> None:
-        super()._disconnect()
+    def disconnect(self) -> None:
+        """See `UpdateRule`."""
         for each in (self._sketches, self._values):
             if each is not None:
                 each.disconnect()
 
-    def _before_exchange(self) -> None:
-        # What is sent depends on the learning rate, so the one that counts is that of when the sending begins.
-        self._rates_now = [float(group["lr"]) for group in self.param_groups]
+    def channel(self) -> str:
+        """See `UpdateRule`. Only sketches and picked values leave the node, by exchanges of their own."""
+        return LOCAL
+
+    def before_exchange(self) -> None:
+        """See `UpdateRule`."""
+        # What is sent depends on the learning rate. The one that counts is that at the beginning of the exchange.
+        self._rates_now = [float(group["lr"]) for group in self.context.groups]
         if self._sketches is not None:
             self._sketches.packets[0].zero_()
 
-    def _local(
-        self, position: int, part: Part, grad: Tensor | None, group: dict[str, Any], scale: Scale
-    ) -> bool | None:
+    def encode(self, position: int, part: Part, grad: Tensor | None, group: Group, scale: Scale) -> bool | None:
+        """See `UpdateRule`."""
         lr, before, beta = self._rate_of(position), self._rates.now[position], group["betas"][0]
-        return self._kernels.momentum_sum(
+        return self.context.kernels.momentum_sum(
             part.up_runs,
             grad,
             self._m,
@@ -221,28 +245,30 @@ class SketchedAMSGrad(AdamLike):
         )
 
     def _rate_of(self, position: int) -> float:
-        return self._rates_now[self._group_index[position]]
+        return self._rates_now[self.context.group_index[position]]
 
-    def _settle(self, flags: int) -> int:
-        self._moving = super()._present()
+    def settle(self, flags: int) -> int:
+        """See `UpdateRule`."""
+        session = self.context.session
+        self._moving = session.present()
         if self._sketches is not None:
             flags |= self._merge(self._sketches, flags)
         self._moving = [position for position in self._moving if self._rate_of(position) > 0]
         if not flags & packet.NONFINITE:
-            with self._meter.apply:
+            with session.meter.apply:
                 self._pick()
                 self._take_out()
-            flags |= self._values.exchange(self._open_transport(), self._step_number, flags)
+            flags |= self._values.exchange(session.transport, self.context.step, flags)
         return flags
 
     def _merge(self, sketches: Sum, flags: int) -> int:
-        """Average the sketches, and find out which parameters have a gradient anywhere."""
+        """Average the sketches, and find out which parameters have a gradient on any worker; the flags of all ranks."""
         marks = sketches.packets[1].view(torch.float32)
         marks.zero_()
         marks[self._moving] = 1.0
-        seen = sketches.exchange(self._open_transport(), self._step_number, flags)
+        seen = sketches.exchange(self.context.session.transport, self.context.step, flags)
         marked = marks.tolist()
-        self._moving = [position for position in range(len(self._flat_params)) if marked[position] > 0]
+        self._moving = [position for position in range(len(self.context.params)) if marked[position] > 0]
         return seen
 
     def _pick(self) -> None:
@@ -257,32 +283,32 @@ class SketchedAMSGrad(AdamLike):
             torch.cat(of_ranges, out=indices)
 
     def _take_out(self) -> None:
-        """Write what this rank has on the picked coordinates into the packets, out of its error memory."""
+        """Move this rank's values at the picked coordinates from its residual into the packets."""
         indices = self._indices[: self._picked]
         momenta, gradients = (values.view(torch.float32) for values in self._values.packets)
         momenta.zero_()
         gradients.zero_()
-        for bucket, (low, high) in zip(self._layout.buckets, _between(indices, self._own_edges), strict=True):
+        for bucket, (low, high) in zip(self.context.layout.buckets, _between(indices, self._own_edges), strict=True):
             own = indices[low:high] - bucket.state_shift
             torch.index_select(self._error, 0, own, out=momenta[low:high])
             torch.index_select(self._gradient, 0, own, out=gradients[low:high])
             self._error.index_fill_(0, own.long(), 0.0)
         self._picked_of = _between(indices, self._slot_edges)
 
-    def _present(self) -> list[int]:
+    def present(self) -> list[int]:
+        """See `UpdateRule`."""
         return self._moving
 
-    def _apply(
-        self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None, group: dict[str, Any]
-    ) -> None:
-        slot, lr = self._layout.slots[position], float(group["lr"])
+    def apply(self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None, group: Group) -> None:
+        """See `UpdateRule`."""
+        slot, lr = self.context.layout.slots[position], float(group["lr"])
         decay = 1.0 - lr * group["weight_decay"]
         first, last = self._picked_of[position]
         if first == last and decay == 1.0 and low is None:
             return
         mine = slice(first, last)
         momenta, gradients = (values.view(torch.float32) for values in self._values.packets)
-        self._kernels.sparse_amsgrad(
+        self.context.kernels.sparse_amsgrad(
             x,
             low,
             self._v[slot.start : slot.stop],
@@ -297,18 +323,18 @@ class SketchedAMSGrad(AdamLike):
             decay=decay,
         )
 
-    def _end_step(self) -> None:
-        for position in range(len(self._flat_params)):
+    def end_step(self) -> None:
+        """See `UpdateRule`."""
+        for position in range(len(self.context.params)):
             self._rates.now[position] = self._rate_of(position) or self._rates.now[position]
-        super()._end_step()
 
 
-def _edges(stretches: Sequence[tuple[int, int]]) -> Tensor:
-    """Stretches of the flat space as `_between` wants them."""
-    return torch.tensor(stretches, dtype=torch.int32, device=HOST).view(-1)
+def _edges(ranges: Sequence[tuple[int, int]]) -> Tensor:
+    """Ranges of the flat space in the form that `_between` takes."""
+    return torch.tensor(ranges, dtype=torch.int32, device=HOST).view(-1)
 
 
 def _between(indices: Tensor, edges: Tensor) -> list[tuple[int, int]]:
-    """For each stretch the part of the ascending `indices` that lies within it."""
+    """For each range the part of the ascending `indices` that lies within it."""
     places = torch.searchsorted(indices, edges).tolist()
     return list(zip(places[::2], places[1::2], strict=True))

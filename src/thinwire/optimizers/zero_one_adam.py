@@ -6,7 +6,7 @@ Large-scale Training via 0/1 Adam". ICLR 2023.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,20 +14,42 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from thinwire._checks import MANY, is_integer
+from thinwire.compressors.dense import Dense
+from thinwire.compressors.local import Alone, AmongNode
+from thinwire.compressors.scaled_sign import ScaledSign
 from thinwire.kernels.modes import Output, Scale
-from thinwire.optimizers._adam import DENSE, SIGNS, check_error_dtype, check_floor, correction, signed
-from thinwire.optimizers._intervals import local_interval, variance_steps
-from thinwire.optimizers._local_steps import ANCHORED, PRESENT, SMALLEST, LocalSteps
-from thinwire.optimizers._options import Unpack, WireOptions
-from thinwire.optimizers._paper import LOCAL
-from thinwire.optimizers._state import State
+from thinwire.optimizers.adam import (
+    DENSE,
+    SIGNS,
+    SQUARABLE,
+    AdamMoments,
+    adam_defaults,
+    check_adam_group,
+    check_error_dtype,
+    check_floor,
+    correction,
+    register_signs,
+    signed,
+)
+from thinwire.optimizers.local_steps import Interval, local_interval, variance_steps
+from thinwire.optimizers.optimizer import Unpack, WireOptimizer, WireOptions
+from thinwire.optimizers.rule import Context, Group, RuleEncoder, UpdateRule
+from thinwire.optimizers.state import State, Tensors, steps_then_numbers
 from thinwire.transport import packet
 from thinwire.transport.buffers import Part
 from thinwire.transport.compressor import Compressor
-from thinwire.transport.layout import Layout
+from thinwire.transport.memory import untouched_zeros
+from thinwire.transport.session import LOCAL
+
+_PRESENT, _ANCHORED = 1, 2
+"""Of a parameter since replicas were equal: it has had a gradient; it has moved, and its earlier value is kept."""
+_SMALLEST = 1e-30
+"""Sums of learning rates below it count as zero: their inverse would overflow float32."""
+_FALL = 0.99
+"""If learning rates fall by more than this factor, residuals shrink with them."""
 
 
-class ZeroOneAdam(LocalSteps):
+class ZeroOneAdam(WireOptimizer):
     r"""0/1 Adam (Lu et al., ICLR 2023): between zero and one bit a parameter and step.
 
     Up to `var_freeze_step` steps are of two kinds. Variance steps, ever further apart, are AdamW's on the exact mean
@@ -110,8 +132,6 @@ class ZeroOneAdam(LocalSteps):
         * In a hierarchical topology of a single node nothing is compressed, and every step is AdamW's.
     """
 
-    _state_has_buckets = True
-
     def __init__(
         self,
         params: ParamsT,
@@ -135,201 +155,322 @@ class ZeroOneAdam(LocalSteps):
             "local_step_scaler": local_step_scaler,
             "local_step_clipper": local_step_clipper,
         }
+        rule = ZeroOneAdamRule(schedule, variance_floor, error_dtype)
+        super().__init__(params, adam_defaults(lr, betas, eps, weight_decay, maximize=maximize), rule, **wire)
+
+
+class ZeroOneAdamRule(UpdateRule):
+    """The update rule of `ZeroOneAdam`.
+
+    Args:
+        schedule: the numbers of steps among the arguments of `ZeroOneAdam`, by name.
+        variance_floor: as in `ZeroOneAdam`.
+        error_dtype: the same.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+
+    state_depends_on_buckets = True
+    records_buckets = True
+    has_local_steps = True
+
+    def __init__(self, schedule: dict[str, int], variance_floor: float, error_dtype: torch.dtype) -> None:
         for name, value in schedule.items():
             if not is_integer(value, 1, MANY):
                 raise ValueError(f"{name}={value!r}: expected a positive number of steps")
-        if var_freeze_step < var_update_scaler:
+        self._freeze_step, scaler = schedule["var_freeze_step"], schedule["var_update_scaler"]
+        if self._freeze_step < scaler:
             raise ValueError(
-                f"var_freeze_step={var_freeze_step}: the variance would be frozen before the first "
-                f"var_update_scaler={var_update_scaler} updates of it. Expected at least {var_update_scaler}"
+                f"var_freeze_step={self._freeze_step}: the variance would be frozen before the first "
+                f"var_update_scaler={scaler} updates of it. Expected at least {scaler}"
             )
         check_error_dtype(error_dtype)
         check_floor(variance_floor)
         self._schedule = schedule
         self._variance_floor = variance_floor
-        self._var_freeze_step = var_freeze_step
-        self._local_steps = (local_step_scaler, local_step_clipper)
-        self._variance_steps = variance_steps(var_update_scaler, var_freeze_step)
         self._error_dtype = error_dtype
-        super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, **wire)
+        self._variance_steps = variance_steps(scaler, self._freeze_step)
 
-    @torch.no_grad()
-    def synchronize(self) -> None:
-        """Make all replicas equal now. To be called on all ranks, after `step()`; does nothing if they are equal.
+    def check_group(self, group: Group) -> None:
+        """See `UpdateRule`."""
+        check_adam_group(group)
 
-        Raises:
-            RuntimeError: between backward and `step()`, when gradients are on their way already; on all ranks, when
-                some did not call it.
-        """
-        if any(self._encoded):
-            raise RuntimeError("synchronize() between backward and step(): call it after step(), on all ranks")
-        if self.is_synchronized:
-            return
-        self._prepare()
-        self._presence.before = self._presence_since()
-        self._flags_sent = packet.SYNCHRONIZE
-        with self._open_transport().abort_on_error():
-            self._exchange_again(SIGNS)
-            self._signs.adopt()
-            self._totals = self._interval.of_groups()
-            self._apply_all()
-            self._end_interval()
-            super()._end_step()
-            self._begin_step()
+    def settings(self) -> dict[str, Any]:
+        """See `UpdateRule`."""
+        return {**self._schedule, "variance_floor": self._variance_floor, "error_dtype": str(self._error_dtype)}
 
-    # What a paper says -----------------------------------------------------------------------------------------------
-
-    def _settings(self) -> dict[str, Any]:
-        own = {**self._schedule, "variance_floor": self._variance_floor, "error_dtype": str(self._error_dtype)}
-        return {**super()._settings(), **own}
-
-    def _declare(self, layout: Layout) -> tuple[dict[str, Compressor], State]:
-        compressors, state = super()._declare(layout)
-        self._variance_updates = self._layer_numbers("variance_updates", state, layout, torch.int64)
+    def bind(self, context: Context) -> tuple[dict[str, Compressor], State]:
+        """See `UpdateRule`."""
+        self.context = context
+        state, layout, topology = State(), context.layout, context.topology
+        self._adam = AdamMoments(context, state)
+        self._interval = Interval(len(context.groups))
+        parameters = len(layout.slots)
+        self._touched = state.add_numbers("touched", parameters, torch.int64, check=_check_touched)
+        """Bits for each parameter: `_PRESENT` and `_ANCHORED`."""
+        state.common["interval"] = self._interval.memory
+        state.checks["interval"] = steps_then_numbers(2, freezes=topology.compresses)
+        self._dense = Dense(context.kernels)
+        compressors: dict[str, Compressor] = {DENSE: self._dense}
+        if topology.compresses:
+            self._signs = ScaledSign(layout, topology.node, context.kernels, self._error_dtype)
+            register_signs(state, self._signs)
+            state.whole["anchor"] = untouched_zeros(layout.size, torch.float32, layout.device)
+            self._own = Alone(self._adam.m) if layout.slices == 1 else AmongNode(context.kernels)
+            compressors |= {SIGNS: self._signs, LOCAL: self._own}
+        self._variance_updates = state.add_numbers("variance_updates", parameters, torch.int64)
         return compressors, state
 
-    def _channel_now(self) -> str:
-        if not self._topology.compresses:
+    def shared_state(self) -> Tensors:
+        """See `UpdateRule`."""
+        return {"v": self._adam.v}
+
+    def progress(self) -> dict[str, Any]:
+        """See `UpdateRule`."""
+        return {
+            "the last step before the variance was frozen": self._interval.frozen_at or "none yet",
+            "the number of local steps since ranks were equal": self._interval.local_steps,
+        }
+
+    # A step ----------------------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """See `UpdateRule`."""
+        self._interval.read()
+        self._read_rates()
+        if self._interval.frozen_at:
+            self.context.session.channels[DENSE].release()
+
+    def channel(self) -> str:
+        """See `UpdateRule`."""
+        if not self.context.topology.compresses:
             return DENSE
         if self._interval.frozen_at:
             return SIGNS if self._since_freeze() % self._interval_length() == 0 else LOCAL
-        return DENSE if self._step_number in self._variance_steps else SIGNS
+        return DENSE if self.context.step in self._variance_steps else SIGNS
 
     def _since_freeze(self) -> int:
-        return self._step_number - self._interval.frozen_at
+        return self.context.step - self._interval.frozen_at
 
     def _interval_length(self) -> int:
-        return local_interval(self._since_freeze(), *self._local_steps)
+        scaler, clipper = self._schedule["local_step_scaler"], self._schedule["local_step_clipper"]
+        return local_interval(self._since_freeze(), scaler, clipper)
 
-    def _begin_step(self) -> None:
-        """See `WireOptimizer._begin_step`."""
-        self._interval.read()
-        super()._begin_step()
-        self._read_rates()
-        if self._interval.frozen_at:
-            self._channels[DENSE].release()
-            if self._on(SIGNS):
-                self._presence.before = self._presence_since()
+    def earlier_presence(self) -> list[int] | None:
+        """See `UpdateRule`. A synchronization includes the gradients of the local steps before it."""
+        return self._presence_since() if self._interval.frozen_at and self.channel() == SIGNS else None
+
+    def _presence_since(self) -> list[int]:
+        presence = [0] * len(self.context.layout.buckets)
+        parts_of = self.context.session.channels[SIGNS].buffers.parts
+        for parts, touched in zip(parts_of, self._touched.now, strict=True):
+            if touched & _PRESENT:
+                for part in parts:
+                    presence[part.frame.bucket.index] |= part.presence
+        return presence
 
     @property
-    def _skips_together(self) -> bool:
-        return not self._on(LOCAL)
+    def skips_together(self) -> bool:
+        """See `UpdateRule`."""
+        return not self.context.session.uses(LOCAL)
 
-    def _before_exchange(self) -> None:
+    def before_exchange(self) -> None:
+        """See `UpdateRule`."""
         # Once for the whole step: backward may encode parameters before, and step() others after, a change.
         self._read_rates()
-        if self._interval.frozen_at and not self._repeats:
+        if self._interval.frozen_at and not self.context.session.repeating:
             length = self._interval_length()
             left = length - (self._since_freeze() - 1) % length  # less than all of it after synchronize()
             shrinks = self._interval.shrinks(self._rates, left)
             if min(shrinks, default=1.0) < _FALL:
                 factors = [shrink if shrink < _FALL else 1.0 for shrink in shrinks]
-                self._signs.fade([factors[group] for group in self._group_index])
+                self._signs.fade([factors[group] for group in self.context.group_index])
 
     def _read_rates(self) -> None:
-        """For each group its learning rate with bias correction, and what weight decay leaves in a step."""
-        groups = self.param_groups
-        self._rates = [float(group["lr"]) * correction(group["betas"][0], self._step_number) for group in groups]
+        """For each group its learning rate with bias correction, and the factor of its weight decay in one step."""
+        groups, step = self.context.groups, self.context.step
+        self._rates = [float(group["lr"]) * correction(group["betas"][0], step) for group in groups]
         self._decays = [1.0 - float(group["lr"]) * group["weight_decay"] for group in groups]
 
-    def _local(
-        self, position: int, part: Part, grad: Tensor | None, group: dict[str, Any], scale: Scale
-    ) -> bool | None:
-        if self._on(DENSE):
-            return super()._local(position, part, grad, group, scale)
-        scale = signed(scale, group)
+    def encode(self, position: int, part: Part, grad: Tensor | None, group: Group, scale: Scale) -> bool | None:
+        """See `UpdateRule`."""
+        session, scale = self.context.session, signed(scale, group)
+        if session.uses(DENSE):
+            return self._dense.encode(part, grad, scale, SQUARABLE)
         if not self._interval.frozen_at:
             return self._signs.encode(part, grad, beta=0.0, weight=1.0, scale=scale)
         return self._signs.encode_momentum(
             part,
             grad,
-            self._m,
+            self._adam.m,
             beta=group["betas"][0],
             scale=scale,
-            rate=self._rates[self._group_index[position]],
-            packets=self._channel.buffers.sent,
-            output=self._own.output if self._on(LOCAL) else Output.SIGNS,
+            rate=self._rates[self.context.group_index[position]],
+            packets=session.channel.buffers.sent,
+            output=self._own.output if session.uses(LOCAL) else Output.SIGNS,
         )
 
-    def _settle(self, flags: int) -> int:
-        if self._on(SIGNS):
+    def settle(self, flags: int) -> int:
+        """See `UpdateRule`."""
+        session = self.context.session
+        if session.uses(SIGNS):
             self._signs.adopt()
         if not self._interval.frozen_at:
             return flags
         alone = not self._interval.local_steps
-        self._interval.note(self._rates, self._decays, local=self._on(LOCAL))
+        self._interval.note(self._rates, self._decays, local=session.uses(LOCAL))
         self._totals = self._interval.of_groups()
-        for position in self._present():
-            self._touched.now[position] |= PRESENT
-        if self._on(LOCAL):
-            self._signs.sent_scales.zero_()  # errors have been taken, there is nothing to take from them any more
+        for position in self.present():
+            self._touched.now[position] |= _PRESENT
+        if session.uses(LOCAL):
+            self._signs.sent_scales.zero_()  # residuals have been taken: there is nothing left to subtract
         elif not alone:
             flags &= ~packet.NONFINITE  # local steps must not be lost
         return flags
 
-    def _apply(
-        self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None, group: dict[str, Any]
-    ) -> None:
-        if self._on(LOCAL):
+    def apply(self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None, group: Group) -> None:
+        """See `UpdateRule`."""
+        if self.context.session.uses(LOCAL):
             self._apply_local(position, parts, x, low)
         elif self._interval.frozen_at:
             self._apply_agreed(position, parts, x, low)
         else:
             self._apply_shared(position, parts, x, low, group)
 
-    def _apply_shared(
-        self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None, group: dict[str, Any]
-    ) -> None:
-        """AdamW by a gradient that all workers have: in floats, or in signs, which leave the variance alone."""
-        dense, updates, eps = self._on(DENSE), self._variance_updates.now[position], group["eps"]
-        if not dense or self._updates.now[position] > updates:  # there are signs in the momentum
-            eps = max(eps, self._floor(position, updates, self._variance_floor))
+    def _apply_shared(self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None, group: Group) -> None:
+        """AdamW by a gradient that all workers share: dense, or in signs, which leave the variance as it is."""
+        dense, updates, eps = self.context.session.uses(DENSE), self._variance_updates.now[position], group["eps"]
+        if not dense or self._adam.updates.now[position] > updates:  # there are signs in the momentum
+            eps = max(eps, self._adam.floor(position, updates, self._variance_floor))
         self._variance_updates.now[position] += dense
         signs = None if dense else self._signs
-        self._apply_gradient(position, parts, x, low, group, updates + dense, eps, signs)
+        self._adam.apply(position, parts, x, low, group, variance_updates=updates + dense, eps=eps, signs=signs)
 
     def _apply_local(self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None) -> None:
-        group = self._group_index[position]
-        anchored = self._touched.now[position] & ANCHORED
-        anchor = None if anchored else self._kept_of[position]["anchor"]
+        group = self.context.group_index[position]
+        anchored = self._touched.now[position] & _ANCHORED
+        anchor = None if anchored else self.context.state_of[position]["anchor"]
         for part in parts:
             runs, values = self._own.momentum(part)
-            self._kernels.step_apply(
-                runs, x, low, self._v, values, rate=self._rates[group], decay=self._decays[group], anchor=anchor
-            )
-        self._touched.now[position] |= ANCHORED
+            rate, decay = self._rates[group], self._decays[group]
+            self.context.kernels.step_apply(runs, x, low, self._adam.v, values, rate=rate, decay=decay, anchor=anchor)
+        self._touched.now[position] |= _ANCHORED
 
     def _apply_agreed(self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None) -> None:
         sums, decays = self._totals
-        group = self._group_index[position]
-        if sums[group] < SMALLEST:
-            return  # nobody has moved, and there is nothing to divide by
-        anchored = self._touched.now[position] & ANCHORED
-        anchor = self._kept_of[position]["anchor"] if anchored else None
+        group = self.context.group_index[position]
+        if sums[group] < _SMALLEST:
+            return  # no worker has moved, and there is nothing to divide by
+        anchored = self._touched.now[position] & _ANCHORED
+        anchor = self.context.state_of[position]["anchor"] if anchored else None
         for part in parts:
-            self._kernels.sign_apply(
+            self.context.kernels.sign_apply(
                 part.down_runs,
                 x,
                 low,
-                self._v,
+                self._adam.v,
                 self._signs.answer,
                 self._signs.answer_scales,
                 rate=1.0,
                 decay=decays[group],
                 anchor=anchor,
-                m=self._m,
+                m=self._adam.m,
                 momentum=1.0 / sums[group],
             )
 
-    def _end_step(self) -> None:
-        if self._interval.frozen_at and self._on(SIGNS):
+    def end_step(self) -> None:
+        """See `UpdateRule`."""
+        frozen, step = self._interval.frozen_at, self.context.step
+        if frozen and self.context.session.uses(SIGNS):
             self._end_interval()
-        elif self._topology.compresses and not self._interval.frozen_at and self._step_number >= self._var_freeze_step:
-            self._freeze_variance(self._variance_updates.now, self._variance_floor)
+        elif self.context.topology.compresses and not frozen and step >= self._freeze_step:
+            self._adam.freeze_variance(self._variance_updates.now, self._variance_floor)
             self._signs.forget()
-            self._interval.freeze(self._step_number)
-        super()._end_step()
+            self._interval.freeze(step)
+
+    def _end_interval(self) -> None:
+        self._interval.end()
+        self._touched.now = [0] * len(self._touched.now)
+
+    # Replicas --------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_synchronized(self) -> bool:
+        """See `UpdateRule`."""
+        return not self._interval.local_steps
+
+    def synchronize(self, apply_all: Callable[[], None]) -> None:
+        """See `UpdateRule`."""
+        session = self.context.session
+        session.begin_step(self.context.step, SIGNS, flags=packet.SYNCHRONIZE, earlier=self._presence_since())
+        session.repeat(SIGNS, RuleEncoder(self))
+        self._signs.adopt()
+        self._totals = self._interval.of_groups()
+        apply_all()
+        self._end_interval()
+
+    def agreed_value(self, position: int) -> Tensor:
+        """See `UpdateRule`."""
+        if self._touched.now[position] & _ANCHORED:
+            return self.context.state_of[position]["anchor"].to(self.context.params[position].dtype)
+        return super().agreed_value(position)
+
+    # Continuing on other ranks ---------------------------------------------------------------------------------------
+
+    @property
+    def needs_compression(self) -> bool:
+        """See `UpdateRule`."""
+        return bool(self._interval.frozen_at)
+
+    def portable(self, state: State, *, private: bool) -> State:
+        """See `UpdateRule`."""
+        whole = {name: values for name, values in state.whole.items() if name != "anchor"}
+        own, owned = {}, {}
+        if private and self.context.topology.compresses:
+            self._signs.fade([1.0] * len(self.context.params))
+            own, owned = {"sent": self._signs.sent}, {"answered": self._signs.answered}
+        if self._interval.frozen_at:
+            # Each worker has its own momentum, and a rank has that of its own slices only.
+            m, buckets = whole.pop("m"), self.context.layout.buckets
+            own["m"] = torch.cat([m[b.own_start : b.own_start + b.slice_elements] for b in buckets])
+        return State(own, whole, owned, layers=state.layers, common=state.common)
+
+    def anchors(self) -> dict[int, Tensor]:
+        """See `UpdateRule`."""
+        states = enumerate(zip(self.context.state_of, self._touched.now, strict=True))
+        return {position: state["anchor"] for position, (state, touched) in states if touched & _ANCHORED}
+
+    def inherit(self, values: Mapping[str, Tensor], anchors: Mapping[int, Tensor]) -> None:
+        """See `UpdateRule`."""
+        if self.is_synchronized:
+            return
+        for position, anchor in anchors.items():
+            self.context.set_value(position, anchor)
+        sums, decays = self._interval.of_groups()
+        for position, touched in enumerate(self._touched.now):
+            group = self.context.group_index[position]
+            # Without residuals ("reset") the progress of the workers is lost too: both are in one memory.
+            if touched & _PRESENT and sums[group] >= _SMALLEST and "sent" in values:
+                self._step_together(position, values, sums[group], decays[group])
+        self._end_interval()
+        self._touched.write()
+
+    def _step_together(self, position: int, values: Mapping[str, Tensor], rates: float, decay: float) -> None:
+        """Synchronize a parameter as signs would, but without compression: in doubles, which are rounded once."""
+        context = self.context
+        p, slot = context.params[position], context.layout.slots[position]
+        sent, answered, v, m = (
+            context.layout.view(flat, slot, p)
+            for flat in (values["sent"], values["answered"], self._adam.v, self._adam.m)
+        )
+        u = (sent + answered).to(v.device)
+        x = context.master(position).double()
+        context.set_value(position, torch.where(v > 0, x * decay - u * v, x))
+        m.copy_(u / rates)
+        context.state_of[position]["sent"].zero_()
+        context.state_of[position]["answered"].zero_()
 
 
-_FALL = 0.99
-"""When learning rates fall by more than this, errors shrink with them."""
+def _check_touched(bits: Tensor, step: int) -> str | None:
+    return None if int(bits) in range((_PRESENT | _ANCHORED) + 1) else "has other bits than PRESENT and ANCHORED"

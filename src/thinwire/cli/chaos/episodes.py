@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.cli.registry import OPTIMIZERS, offered
-from thinwire.optimizers._base import WireOptimizer
+from thinwire.optimizers.optimizer import WireOptimizer
 
 _LR = 1e-3
 _REPLICA_CHECK = 7

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from thinwire.cli.registry import Entry, offered
 from thinwire.cli.selftest.site import CPU, Findings, Site
-from thinwire.optimizers._base import WireOptimizer
+from thinwire.optimizers.optimizer import WireOptimizer
 
 SHAPES: Sequence[tuple[int, ...]] = ((50, 37), (37, 65), (), (129,), (12, 5, 3))
 RESTING_ROWS = 25

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from thinwire.cli.step.methods import method_named
 from thinwire.cli.step.models import MODELS
 from thinwire.metrics import Metrics
-from thinwire.optimizers._base import WireOptimizer
+from thinwire.optimizers.optimizer import WireOptimizer
 
 # DDP arranges its buckets anew after the first, attach overlaps from the second; PowerSGD and ours whose warm-up is not
 # what is measured (`thinwire.cli.stages`) compress from the third.

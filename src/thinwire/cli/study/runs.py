@@ -19,7 +19,7 @@ from thinwire.cli import launch
 from thinwire.cli.schedule import is_due, learning_rate_factor
 from thinwire.cli.study.methods import METHODS, Course, Setting
 from thinwire.cli.study.tasks import LAST_RATE, WORKERS, Score, Task
-from thinwire.optimizers._base import WireOptimizer
+from thinwire.optimizers.optimizer import WireOptimizer
 from thinwire.transport import virtual
 
 VALIDATIONS = 12

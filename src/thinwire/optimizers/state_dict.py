@@ -22,12 +22,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from thinwire._checks import MANY
-from thinwire.optimizers._inputs import make_plain
-from thinwire.optimizers._state import Tensors
+from thinwire.optimizers.inputs import make_plain
+from thinwire.optimizers.state import Tensors
 from thinwire.transport.memory import HOST
 
 if TYPE_CHECKING:
-    from thinwire.optimizers._base import WireOptimizer
+    from thinwire.optimizers.optimizer import WireOptimizer
 
 LABELS = ("wire_class", "wire_world_size", "wire_topology", "wire_buckets", "wire_rank", "wire_settings")
 """Entries of every parameter group that tell whose state it is: tools that take state dicts apart and put them together
@@ -47,7 +47,7 @@ def label(optimizer: WireOptimizer, group: dict[str, Any]) -> None:
 
 def _buckets(optimizer: WireOptimizer) -> str:
     # Slices are cut out of buckets.
-    cut = optimizer._state_has_buckets or optimizer._topology.slices > 1
+    cut = optimizer._rule.state_depends_on_buckets or optimizer._topology.slices > 1
     return f"bucket_mb={optimizer._bucket_mb}" if cut else "any"
 
 
@@ -63,7 +63,7 @@ def install(optimizer: WireOptimizer) -> None:
 
 def show(optimizer: WireOptimizer) -> None:
     """Let `optimizer.state` show what the optimizer keeps for each parameter."""
-    for position, kept in enumerate(optimizer._kept_of):
+    for position, kept in enumerate(optimizer._state_of):
         if position == len(optimizer._shown_of):
             optimizer._shown_of.append({})
         shown = optimizer._shown_of[position]
@@ -89,9 +89,9 @@ def refuse_changed(optimizer: WireOptimizer, *, thoroughly: bool = False) -> Non
     for position, (p, shown) in enumerate(zip(optimizer._flat_params, optimizer._shown_of, strict=True)):
         entries = state.get(p)
         if not isinstance(entries, dict) or len(entries) != len(shown):
-            raise _changed(optimizer, f"parameter {optimizer._layout.slots[position].index} has other entries")
+            raise _changed(optimizer, f"parameter {optimizer._session.layout.slots[position].index} has other entries")
         if not all(map(operator.is_, entries.values(), shown.values())) or (
-            thoroughly and not all(map(_same_memory, shown.values(), optimizer._kept_of[position].values()))
+            thoroughly and not all(map(_same_memory, shown.values(), optimizer._state_of[position].values()))
         ):
             _refuse_entries(optimizer, position, entries)
 
@@ -101,12 +101,12 @@ def _same_memory(shown: Tensor, kept: Tensor) -> bool:
 
 
 def _refuse_entries(optimizer: WireOptimizer, position: int, entries: dict[str, Any]) -> None:
-    shown, kept = optimizer._shown_of[position], optimizer._kept_of[position]
+    shown, kept = optimizer._shown_of[position], optimizer._state_of[position]
     changed = [
         name for name in kept if entries.get(name) is not shown[name] or not _same_memory(shown[name], kept[name])
     ]
     if changed:  # else they are the same, in another order
-        index = optimizer._layout.slots[position].index
+        index = optimizer._session.layout.slots[position].index
         raise _changed(optimizer, f"{', '.join(map(repr, changed))} of parameter {index}")
 
 
@@ -120,8 +120,8 @@ def _changed(optimizer: WireOptimizer, what: str) -> RuntimeError:
 
 def _before_state_dict(registered: Optimizer) -> None:
     optimizer = cast("WireOptimizer", registered)
-    optimizer._learn()
-    if any(optimizer._encoded):
+    optimizer._read_outcomes()
+    if any(optimizer._session.encoded):
         raise RuntimeError(
             "state_dict() between backward and step(): gradients of this step have been sent already, and the state is "
             "neither that before it nor that after it. Save after step()"
@@ -180,7 +180,7 @@ def _plan(
     for i, group in enumerate(groups):
         _check_group(optimizer, i, group)
         label(optimizer, group)
-    kept_of = dict(zip(optimizer._flat_params, optimizer._kept_of, strict=True))
+    kept_of = dict(zip(optimizer._flat_params, optimizer._state_of, strict=True))
     copies: list[tuple[Tensor, Tensor]] = []
     small: dict[str, list[Tensor]] = {}
     saved_ids = [saved for group in groups for saved in group["params"]]
@@ -188,7 +188,7 @@ def _plan(
     for i, (saved_id, p) in enumerate(zip(saved_ids, params, strict=True)):
         for name, (own, loaded) in _pairs(i, states.get(saved_id, {}), kept_of.get(p, {})).items():
             copies.append((own, loaded))
-            if name == "step" or name in optimizer._kept.checks:
+            if name == "step" or name in optimizer._flat_state.checks:
                 small.setdefault(name, []).append(loaded)
     _check_small(optimizer, small)
     return groups, copies
@@ -230,7 +230,7 @@ def _check_label(optimizer: WireOptimizer, group: dict[str, Any]) -> None:
             f"the state dict is of {buckets}, this optimizer has {_buckets(optimizer)}: what a rank keeps "
             "belongs to shards or slices of buckets, so resume with the bucket_mb that was saved"
         )
-    if rank != peers.rank and optimizer._kept.owned:
+    if rank != peers.rank and optimizer._flat_state.owned:
         raise ValueError(
             f"the state of rank {rank} is loaded on rank {peers.rank}: {own} keeps something for the shards that a "
             "rank owns, and others have other shards. Save and load one state dict per rank, or use "
@@ -251,12 +251,11 @@ def _warn(what: str) -> None:
 def _check_group(optimizer: WireOptimizer, i: int, group: dict[str, Any]) -> None:
     """Refuse hyper-parameters that the constructor would refuse."""
     make_plain(group)
-    optimizer._complete_group(group)
     missing = sorted(optimizer._hyperparameters - group.keys())
     if missing:
         raise ValueError(f"parameter group {i} of the state dict lacks {', '.join(map(repr, missing))}")
     try:
-        optimizer._check_group(group)
+        optimizer._rule.check_group(group)
     except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:  # of another type, or out of range
         raise ValueError(f"parameter group {i} of the state dict: {error}") from error
 
@@ -303,12 +302,12 @@ def _check_small(optimizer: WireOptimizer, small: dict[str, list[Tensor]]) -> No
     step = steps.pop() if steps else 0
     if not 0 <= step <= _MOST_STEPS:
         raise ValueError(f"the state dict is of step {step}: expected a number of steps that a run can have taken")
-    for name, check_values in optimizer._kept.checks.items():
+    for name, check_values in optimizer._flat_state.checks.items():
         for tensor in small.get(name, []):
             complaint = check_values(tensor, step)
             if complaint is not None:
                 raise ValueError(f"{name!r} in the state dict {complaint}: {_few(tensor.tolist())}")
-    for name in optimizer._kept.common.keys() & small.keys():
+    for name in optimizer._flat_state.common.keys() & small.keys():
         first = small[name][0]
         if not all(torch.equal(first, other) for other in small[name]):
             raise ValueError(f"{name!r} in the state dict differs between parameters, which all have the same")

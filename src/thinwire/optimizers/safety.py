@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from thinwire._checks import MANY, is_integer
 from thinwire.errors import PeerLost, ReplicasDiffer, TooManySkips, name_ranks
-from thinwire.optimizers._inputs import checksum
+from thinwire.optimizers.inputs import checksum
 
 if TYPE_CHECKING:
-    from thinwire.optimizers._base import WireOptimizer
+    from thinwire.optimizers.optimizer import WireOptimizer
 
 
 _LOG = logging.getLogger("thinwire")
@@ -88,7 +88,7 @@ class ReplicaCheck:
             if len(set(peers.gather_integer(int.from_bytes(digest, "little", signed=True), stage, step))) > 1:
                 self._name_what_differs(optimizer, step, peers.gather(checksums, stage, step))
         except PeerLost as lost:
-            optimizer._open_transport().stop(lost)
+            optimizer._session.transport.stop(lost)
             raise
 
     def _name_what_differs(self, optimizer: WireOptimizer, step: int, of_ranks: list[list[int]]) -> None:
@@ -108,13 +108,13 @@ class ReplicaCheck:
 
 def _name_of(optimizer: WireOptimizer, position: int) -> str:
     name = optimizer._names.get(optimizer._flat_params[position])
-    return f"parameter {optimizer._layout.slots[position].index}" if name is None else f"parameter {name!r}"
+    return f"parameter {optimizer._session.layout.slots[position].index}" if name is None else f"parameter {name!r}"
 
 
 def _checksum_of(optimizer: WireOptimizer, position: int) -> int:
     """Of what all ranks hold of a parameter, and of its fp32 master."""
-    value = checksum(optimizer._agreed_value(position))
-    master = optimizer._kept_of[position].get("master")
+    value = checksum(optimizer._rule.agreed_value(position))
+    master = optimizer._state_of[position].get("master")
     if master is None or not optimizer.is_synchronized:
         return value
     return value | checksum(master) << 32

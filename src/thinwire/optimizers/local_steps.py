@@ -1,4 +1,4 @@
-"""When 0/1 Adam updates its variance, when its workers synchronise, and what has happened since they last did."""
+"""The schedules of 0/1 Adam: when it updates its variance, when workers synchronize, and what they did since."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def _variance_steps(scaler: int) -> Iterator[int]:
 
 
 def local_interval(since_freeze: int, scaler: int, clipper: int) -> int:
-    """How many steps apart workers synchronise, at the step that is so many after the freeze, counted from 1."""
+    """The interval between synchronizations, at a step that is counted from 1 after the freeze."""
     doublings = (since_freeze - 1) // scaler
     # Beyond this many doublings any clipper has been reached.
     return min(2 ** min(doublings, 62), clipper)
 
 
 class Interval:
-    """What is known of the steps since replicas were equal, in one small tensor that is saved.
+    """The steps since replicas were equal, summed up in one small tensor that is saved.
 
     Args:
         groups: how many parameter groups there are.
@@ -47,33 +47,33 @@ class Interval:
         self.read()
 
     def read(self) -> None:
-        """Take over what the tensor says, which may have been loaded."""
+        """Read the tensor, which may have been loaded."""
         self.frozen_at = int(self.memory[0])
         """The last step before the variance was frozen; 0 if it is not."""
         self.local_steps = int(self.memory[1])
-        """How many local steps there have been since replicas were equal."""
+        """The number of local steps since replicas were equal."""
 
     def freeze(self, step: int) -> None:
-        """Note that the variance is frozen with this step."""
+        """Record that the variance is frozen with this step."""
         self.memory[0] = self.frozen_at = step
 
     def note(self, rates: Sequence[float], decays: Sequence[float], *, local: bool) -> None:
-        """Add a step: the groups' learning rates, and what their weight decay leaves of a parameter."""
+        """Add a step: the learning rate of each group, and the factor that its weight decay leaves of a parameter."""
         self.local_steps += local
         self.memory[1] = self.local_steps
         self._sums += torch.tensor(rates, dtype=torch.float64, device=HOST)
         self._losses.copy_(1.0 - (1.0 - self._losses) * torch.tensor(decays, dtype=torch.float64, device=HOST))
 
     def of_groups(self) -> tuple[list[float], list[float]]:
-        """For each group the sum of learning rates, and what weight decay has left."""
+        """For each group the sum of learning rates, and the product of weight-decay factors."""
         return self._sums.tolist(), (1.0 - self._losses).tolist()
 
     def shrinks(self, rates: Sequence[float], length: int) -> list[float]:
-        """For each group, how much smaller the sum of learning rates is going to be than it was in the last interval.
+        """For each group, the ratio of the coming sum of learning rates to that of the last interval; at most 1.
 
         Args:
             rates: those of the first step of an interval.
-            length: how many steps the interval is going to have.
+            length: how many steps the interval will have.
         """
         if bool(self._sums.any()):
             return [1.0] * len(rates)  # it has begun already

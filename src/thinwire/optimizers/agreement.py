@@ -13,12 +13,12 @@ from torch import Tensor
 
 from thinwire._version import __version__
 from thinwire.errors import name_ranks
-from thinwire.optimizers import _state_dict
-from thinwire.optimizers._inputs import checksum
+from thinwire.optimizers import state_dict
+from thinwire.optimizers.inputs import checksum
 from thinwire.transport.peers import Peers
 
 if TYPE_CHECKING:
-    from thinwire.optimizers._base import WireOptimizer
+    from thinwire.optimizers.optimizer import WireOptimizer
 
 Description = dict[str, Any]
 
@@ -36,22 +36,23 @@ def describe(optimizer: WireOptimizer, names: dict[Tensor, str]) -> Description:
         "max_consecutive_skips": optimizer._skips.most,
         "check_replicas_every": optimizer._replica_check.every,
         **optimizer._settings(),
-        **optimizer._progress(),
+        "the number of steps taken": int(optimizer._step_count),
+        **optimizer._rule.progress(),
         "the number of parameter groups": len(optimizer.param_groups),
         "the number of parameters": len(params),
     }
     for i, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
-            if key not in ("params", "param_names", *_state_dict.LABELS):
+            if key not in ("params", "param_names", *state_dict.LABELS):
                 description[f"{key} of parameter group {i}"] = float(value) if isinstance(value, Tensor) else value
     for i, p in enumerate(params):
         description[f"parameter {i}"] = (names.get(p, "unnamed"), tuple(p.shape), str(p.dtype), p.stride())
     for i in range(len(params)):
         # Ranks exchange moves, not values: replicas that start apart would stay apart.
-        value = optimizer._agreed_value(len(params) - 1 - i)
+        value = optimizer._rule.agreed_value(len(params) - 1 - i)
         description[f"the checksum of the values of parameter {i}"] = checksum(value)
     if optimizer._step_count > 0:
-        for name, tensor in optimizer._agreed_state().items():
+        for name, tensor in optimizer._rule.shared_state().items():
             description[f"the checksum of {name!r} of the optimizer's state"] = checksum(tensor)
     return description
 

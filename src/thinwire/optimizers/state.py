@@ -1,4 +1,4 @@
-"""What an optimizer keeps, in flat tensors, and which part of them belongs to which parameter."""
+"""The state of an optimizer: flat tensors, and which part of them belongs to which parameter."""
 
 from __future__ import annotations
 
@@ -15,38 +15,72 @@ from thinwire.transport.memory import HOST
 
 Tensors = dict[str, Tensor]
 Check = Callable[[Tensor, int], str | None]
-"""Says what is wrong with a loaded tensor of counters, given the number of steps taken; None if nothing is."""
+"""Returns what is wrong with a loaded tensor of counters, given the number of steps taken; None if it is valid."""
+
+
+class PerParameter:
+    """One number per parameter: saved in a tensor, and kept in a list, which is faster, between `read` and `write`.
+
+    Args:
+        parameters: how many there are.
+        dtype: of the tensor.
+        start: the initial value.
+    """
+
+    def __init__(self, parameters: int, dtype: torch.dtype, start: float = 0) -> None:
+        self.tensor = torch.full((parameters,), start, dtype=dtype, device=HOST)
+        self.read()
+
+    def read(self) -> None:
+        """Take the numbers from the tensor."""
+        self.now: list[Any] = self.tensor.tolist()
+
+    def write(self) -> None:
+        """Put them back into the tensor."""
+        self.tensor.copy_(torch.tensor(self.now, dtype=self.tensor.dtype, device=HOST))
 
 
 @dataclass(frozen=True)
 class State:
-    """What an optimizer keeps, by name: flat tensors, which are given out a parameter at a time."""
+    """The state of an optimizer, by name. Each kind of tensor is divided among the parameters in its own way."""
 
     own: Tensors = field(default_factory=dict)
-    """As long as this rank's slices of the flat space: what a worker keeps for itself."""
+    """As long as this rank's slices of the flat space: a worker's private state."""
     whole: Tensors = field(default_factory=dict)
     """As long as the whole flat space."""
     owned: Tensors = field(default_factory=dict)
     """As long as the shards that this rank owns."""
     own_words: Tensors = field(default_factory=dict)
-    """A bit an element of this rank's slices."""
+    """One bit per element of this rank's slices."""
     words: Tensors = field(default_factory=dict)
-    """A bit an element of the whole flat space, the same on all ranks."""
+    """One bit per element of the whole flat space, the same on all ranks."""
     shards: Tensors = field(default_factory=dict)
-    """An entry a shard."""
+    """One entry per shard."""
     layers: Tensors = field(default_factory=dict)
-    """An entry a parameter, in flat order."""
+    """One entry per parameter, in flat order."""
     common: Tensors = field(default_factory=dict)
-    """As they are, given to every parameter."""
+    """Shared by all parameters as they are."""
     checks: dict[str, Check] = field(default_factory=dict)
-    """For entries that decide what steps do next: what a loaded value must be like."""
+    """For entries that decide what steps do next: what makes a loaded value invalid."""
+    numbers: list[PerParameter] = field(default_factory=list)
+    """Those behind `layers` that are read at the beginning of a step and written at its end."""
+
+    def add_numbers(
+        self, name: str, parameters: int, dtype: torch.dtype, start: float = 0, check: Check | None = None
+    ) -> PerParameter:
+        """Add one number per parameter. By default integers must be counts of steps, and floats finite and >= 0."""
+        numbers = PerParameter(parameters, dtype, start)
+        self.numbers.append(numbers)
+        self.layers[name] = numbers.tensor
+        self.checks[name] = check or (amounts if dtype.is_floating_point else counts)
+        return numbers
 
     def shared(self) -> State:
-        """What is the same on all ranks; no shards, whose entries depend on where they are cut."""
+        """What is the same on all ranks, without entries per shard, which depend on the layout."""
         return State(whole=self.whole, words=self.words, layers=self.layers, common=self.common)
 
     def of(self, layout: Layout, node: int, position: int, p: Tensor) -> Tensors:
-        """What belongs to the parameter at `position` of the flat order, on a rank of worker `node`."""
+        """The state of the parameter at a position of the flat space, on a rank of worker `node`."""
         slot = layout.slots[position]
         owned = layout.owned_by(node)
         state = dict(self.common)
@@ -60,46 +94,24 @@ class State:
         return state
 
 
-class LayerNumbers:
-    """A number for each parameter: in a tensor that is saved, and between `read` and `write` in a list that is quick.
-
-    Args:
-        layers: how many parameters there are.
-        dtype: of the tensor.
-        start: what all numbers are at first.
-    """
-
-    def __init__(self, layers: int, dtype: torch.dtype, start: float = 0) -> None:
-        self.tensor = torch.full((layers,), start, dtype=dtype, device=HOST)
-        self.read()
-
-    def read(self) -> None:
-        """Take the numbers from the tensor."""
-        self.now: list[Any] = self.tensor.tolist()
-
-    def write(self) -> None:
-        """Put them back into the tensor."""
-        self.tensor.copy_(torch.tensor(self.now, dtype=self.tensor.dtype, device=HOST))
-
-
 def counts(tensor: Tensor, step: int) -> str | None:
-    """Check numbers of steps."""
+    """Check counts of steps."""
     fine = all(0 <= value <= step for value in tensor.flatten().tolist())
     return None if fine else f"counts steps beyond 0 to {step}"
 
 
 def amounts(tensor: Tensor, step: int) -> str | None:
-    """Check numbers that are finite and not negative."""
+    """Check that numbers are finite and not negative."""
     fine = all(0 <= value < math.inf for value in tensor.flatten().tolist())
     return None if fine else "has a number that is negative or not finite"
 
 
 def steps_then_numbers(steps: int, *, freezes: bool) -> Check:
-    """A check of a vector whose first entries are numbers of steps, and the others any finite numbers.
+    """A check of a vector whose first entries are step numbers, and the others any finite numbers.
 
     Args:
-        steps: how many entries are numbers of steps. The first is the one at which something was frozen, or 0.
-        freezes: whether anything ever is: not where nothing is compressed.
+        steps: how many entries are step numbers. The first is the step at which the variance was frozen, or 0.
+        freezes: whether it ever is: not if nothing is compressed.
     """
 
     def check(tensor: Tensor, step: int) -> str | None:

@@ -59,6 +59,31 @@ def refuse_thawed(frozen: Iterable[Tensor]) -> None:
             )
 
 
+def refuse_rates_on_devices(groups: Iterable[dict[str, Any]]) -> None:
+    """Refuse learning rates that the host would have to wait for in every step.
+
+    Raises:
+        ValueError: naming the device.
+    """
+    for group in groups:
+        lr = group["lr"]
+        if isinstance(lr, Tensor) and lr.device.type != "cpu":
+            raise ValueError(f"lr is a tensor on {str(lr.device)!r}: expected a number, or a tensor on the CPU")
+
+
+def refuse_capture(device: torch.device) -> None:
+    """Refuse to be part of a CUDA graph, before anything is sent.
+
+    Raises:
+        RuntimeError: if the current stream is being captured.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "step() while a CUDA graph is captured: no two exchanges have the same keys and headers. "
+            "Capture forward and backward, and call step() outside of the graph"
+        )
+
+
 def checksum(p: Tensor) -> int:
     """CRC-32C of a parameter's values; of one on a GPU the host makes a copy, as this is asked for rarely."""
     values = p.detach() if is_dense(p) else p.detach().contiguous()

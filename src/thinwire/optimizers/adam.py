@@ -1,0 +1,184 @@
+"""Adam's moments over the flat space, and what the rules share that are configured like torch's AdamW."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from thinwire.compressors.scaled_sign import ScaledSign
+from thinwire.kernels.modes import Scale
+from thinwire.optimizers.inputs import check_number
+from thinwire.optimizers.rule import Context, Group
+from thinwire.optimizers.state import State
+from thinwire.transport.buffers import Part
+
+DENSE = "dense"
+SIGNS = "signs"
+"""Names of channels."""
+SQUARABLE = 2.0**60
+"""The largest gradient that is squared. The square of a larger one may overflow float32 and would stay in the variance
+for good, so a step with such a gradient is skipped, as one with an infinite gradient is."""
+
+
+class AdamMoments:
+    """Adam's m and v, equal on all ranks, and AdamW's step by a gradient that all ranks share.
+
+    Args:
+        context: the run.
+        state: where the moments and their counters are registered.
+    """
+
+    def __init__(self, context: Context, state: State) -> None:
+        layout = context.layout
+        self._context = context
+        self.m = torch.zeros(layout.size, dtype=torch.float32, device=layout.device)
+        self.v = torch.zeros(layout.size, dtype=torch.float32, device=layout.device)
+        state.whole.update(m=self.m, v=self.v)
+        self.updates = state.add_numbers("updates", len(layout.slots), torch.int64)
+        """How often each parameter has been updated, for bias correction."""
+        self.variances = state.add_numbers("variance", len(layout.slots), torch.float64)
+        """The sum of each parameter's v."""
+
+    def apply(
+        self,
+        position: int,
+        parts: Sequence[Part],
+        x: Tensor,
+        low: Tensor | None,
+        group: Group,
+        *,
+        variance_updates: int,
+        eps: float,
+        signs: ScaledSign | None = None,
+    ) -> None:
+        """AdamW by the mean gradient in the packets, or by `signs`, which leave the variance as it is.
+
+        Args:
+            position, parts, x, low, group: as `UpdateRule.apply`.
+            variance_updates: how often the variance has been updated, this step included.
+            eps: added to √v̂.
+            signs: the answer, if the gradient was sent in scaled signs.
+        """
+        lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+        self.updates.now[position] += 1
+        answers = self._context.session.channel.buffers.answers if signs is None else signs.answer
+        variances = [
+            self._context.kernels.adam_apply(
+                part.down_runs,
+                x,
+                low,
+                self.m,
+                self.v,
+                answers,
+                None if signs is None else signs.answer_scales,
+                beta1=beta1,
+                beta2=beta2,
+                eps=eps,
+                rate=lr * correction(beta1, self.updates.now[position]),
+                correction=root_correction(beta2, variance_updates),
+                decay=1.0 - lr * group["weight_decay"],
+                update_variance=signs is None,
+            )
+            for part in parts
+        ]
+        self.variances.now[position] = math.fsum(variances)
+
+    def floor(self, position: int, variance_updates: int, floor: float) -> float:
+        """`floor` times the root of a parameter's mean v̂, over the coordinates that have had a gradient."""
+        slot = self._context.layout.slots[position]
+        active = int(torch.count_nonzero(self.v[slot.start : slot.start + slot.numel]))
+        if not active:
+            return 0.0
+        beta2 = self._context.group_of(position)["betas"][1]
+        return floor * math.sqrt(self.variances.now[position] / active) * root_correction(beta2, variance_updates)
+
+    def freeze_variance(self, updates: Sequence[int], floor: float) -> None:
+        """Replace every v by the factor of all later steps, 1/(√v̂ + ε), and 0 where v is 0.
+
+        Args:
+            updates: how often the variance of each parameter has been updated.
+            floor: √v̂ counts for at least this fraction of its root mean square.
+        """
+        for position, slot in enumerate(self._context.layout.slots):
+            group = self._context.group_of(position)
+            # By a kernel of ours: torch's square roots differ between processors, and replicas must not.
+            self._context.kernels.precondition(
+                self.v[slot.start : slot.start + slot.numel],
+                correction=root_correction(group["betas"][1], updates[position]),
+                floor=self.floor(position, updates[position], floor),
+                eps=group["eps"],
+            )
+
+
+def check_adam_group(group: Group) -> None:
+    """Reject hyper-parameters that torch's AdamW would reject.
+
+    Raises:
+        ValueError: naming the hyper-parameter.
+    """
+    check_number(group, "lr")
+    check_number(group, "eps", above=True)
+    check_number(group, "weight_decay")
+    betas = group["betas"]
+    if not (
+        isinstance(betas, (tuple, list))
+        and len(betas) == 2
+        and all(isinstance(beta, (int, float)) and 0 <= beta < 1 for beta in betas)
+    ):
+        raise ValueError(f"betas={betas!r}: expected two numbers in [0, 1)")
+
+
+def adam_defaults(
+    lr: float | Tensor, betas: tuple[float, float], eps: float, weight_decay: float, *, maximize: bool
+) -> Group:
+    """The hyper-parameters of torch's AdamW."""
+    return {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+
+
+def check_floor(floor: float) -> None:
+    """Reject a variance floor that is not a fraction.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    if not 0 <= floor <= 1:
+        raise ValueError(f"variance_floor={floor!r}: expected a number in [0, 1]")
+
+
+def check_error_dtype(dtype: torch.dtype) -> None:
+    """Reject a dtype that residuals cannot have.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"error_dtype={dtype!r}: expected torch.float32 or torch.bfloat16")
+
+
+def register_signs(state: State, signs: ScaledSign) -> None:
+    """Add the memory of scaled signs to a state."""
+    state.own["sent"] = signs.sent
+    state.owned["answered"] = signs.answered
+    state.words["answer"] = signs.answer
+    state.shards.update(sent_scale=signs.sent_scales, answer_scale=signs.answer_scales)
+    if signs.answer_before is not None and signs.answer_scales_before is not None:
+        state.words["answer_before"] = signs.answer_before
+        state.shards["answer_scale_before"] = signs.answer_scales_before
+
+
+def signed(scale: Scale, group: Group) -> Scale:
+    """The factor of a gradient: negative to ascend."""
+    return -scale if group["maximize"] else scale
+
+
+def correction(beta: float, updates: int) -> float:
+    """The bias correction of an average that started at zero, after so many updates."""
+    return 1.0 / (1.0 - beta**updates) if updates else 1.0
+
+
+def root_correction(beta: float, updates: int) -> float:
+    """The bias correction of the root of such an average."""
+    return math.sqrt(correction(beta, updates))

@@ -1,0 +1,454 @@
+"""The base of thinwire's optimizers: an optimizer has an update rule and a session.
+
+    gradients → bucket → [mean over the node] → rule.encode → exchange → commit round → rule.apply → metrics
+
+The rule (`thinwire.optimizers.rule`) is what a paper defines. The session (`thinwire.transport.session`) exchanges
+packets. This file decides when each of them is called, the same for all optimizers: by `step()` or, for a model given
+to `thinwire.attach`, as soon as backward has a gradient.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any, TypedDict
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack  # which torch depends on; typing has it from Python 3.11 on
+
+from thinwire.kernels.modes import Scale
+from thinwire.metrics import Meter, Metrics
+from thinwire.optimizers import state_dict as state_dicts
+from thinwire.optimizers.agreement import describe, require_agreement
+from thinwire.optimizers.inputs import (
+    LOW_PRECISION,
+    check_parameters,
+    form_of,
+    gradient_of,
+    make_plain,
+    refuse_capture,
+    refuse_rates_on_devices,
+    refuse_thawed,
+)
+from thinwire.optimizers.rule import Context, RuleEncoder, UpdateRule
+from thinwire.optimizers.safety import ReplicaCheck, Skips
+from thinwire.optimizers.state import Tensors
+from thinwire.transport import packet
+from thinwire.transport.layout import is_dense
+from thinwire.transport.memory import HOST
+from thinwire.transport.peers import Peers
+from thinwire.transport.session import Session
+from thinwire.transport.topology import Choice, choose
+
+__all__ = ["Unpack", "WireOptimizer", "WireOptions"]
+
+
+class WireOptions(TypedDict, total=False):
+    """Arguments that all optimizers take besides those of their papers. Their docstrings describe each."""
+
+    process_group: dist.ProcessGroup | None
+    topology: Choice
+    mesh: DeviceMesh | None
+    node_dtype: torch.dtype
+    bucket_mb: float | None
+    max_consecutive_skips: int | None
+    check_replicas_every: int
+
+
+class WireOptimizer(Optimizer):
+    """What all of thinwire's optimizers share. See the subclasses for use.
+
+    The phases of `step()`:
+
+    1. encode the gradients that backward has not encoded already. A bucket whose last parameter is encoded goes to the
+       transport, which exchanges buckets in order while the next are being encoded;
+    2. wait for the exchange;
+    3. if any gradient on any rank was not finite, stop here, on all ranks;
+    4. apply the answers.
+
+    Args:
+        params: as in torch.optim.
+        defaults: hyper-parameters of groups that do not have their own.
+        rule: what the paper defines.
+        process_group, topology, mesh, node_dtype, bucket_mb, max_consecutive_skips, check_replicas_every: see
+            `thinwire.Birder`.
+    """
+
+    # GradScaler would otherwise decide on each rank by itself whether step() is called, and the others would wait.
+    _step_supports_amp_scaling = True
+    _built = False
+
+    def __init_subclass__(cls) -> None:
+        cls.__signature__ = _with_options(cls.__init__)
+
+    def __init__(
+        self,
+        params: ParamsT,
+        defaults: dict[str, Any],
+        rule: UpdateRule,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        topology: Choice = "auto",
+        mesh: DeviceMesh | None = None,
+        node_dtype: torch.dtype = torch.float32,
+        bucket_mb: float | None = None,
+        max_consecutive_skips: int | None = 100,
+        check_replicas_every: int = 100,
+    ) -> None:
+        if bucket_mb is not None and not 0 < bucket_mb < math.inf:
+            raise ValueError(f"bucket_mb={bucket_mb!r}: expected a positive number, in megabytes of fp32 gradient")
+        if node_dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"node_dtype={node_dtype!r}: expected torch.float32 or torch.bfloat16")
+        self._rule = rule
+        self._bucket_mb = bucket_mb
+        self._node_dtype = node_dtype
+        self._skips = Skips(max_consecutive_skips)
+        self._replica_check = ReplicaCheck(check_replicas_every)
+        self._peers = Peers.of(process_group)
+        self._topology = choose(topology, mesh, self._peers)
+        self._meter = Meter()
+        self._step_count = torch.zeros((), dtype=torch.int64, device=HOST)
+        self._names: dict[Tensor, str] = {}
+        self._after_step: list[Callable[[], None]] = []
+        """Called after every step, also one that ends in an error about several of them."""
+        self._loading: list[tuple[Tensor, Tensor]] = []
+        """Pairs of a state tensor and what load_state_dict is about to copy into it."""
+        self._agreed = False
+        """Whether all ranks have ever agreed on the layout."""
+        self._closed = False
+        self._at_close: list[Callable[[], None]] = []
+        """What else ends with this optimizer."""
+        self._overflowed = False
+        """Whether a gradient was not finite in the last step, on any rank; unknown for a deferred step."""
+        self._inverted: tuple[Tensor, int, Tensor] | None = None
+        """A loss scale, its version, and its inverse."""
+        # Not self.defaults, to which torch adds entries of its own.
+        self._hyperparameters = frozenset(defaults)
+        super().__init__(params, defaults)
+        self._build()
+        state_dicts.install(self)
+
+    def _settings_text(self) -> str:
+        """The arguments that decide the bits of a run, for people to read."""
+        settings = self._settings()
+        if self._topology.slices > 1:
+            settings["node_dtype"] = self._node_dtype
+        return ", ".join(f"{name}={value}" for name, value in settings.items())
+
+    def _settings(self) -> dict[str, Any]:
+        buckets = {"bucket_mb": self._bucket_mb} if self._rule.records_buckets else {}
+        return {**buckets, **self._rule.settings()}
+
+    # Layout and state, made at construction --------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, as in torch.optim; possible until the first step or `attach`."""
+        if self._agreed or self._step_count > 0:
+            raise RuntimeError(
+                "add_param_group after the first step or attach: all ranks have agreed on a layout by now. Give the "
+                "optimizer all parameters when it is made, and freeze with requires_grad_(False) what shall wait"
+            )
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            make_plain(group)
+            self._rule.check_group(group)
+            check_parameters(group["params"])
+            state_dicts.label(self, group)
+            if self._built:
+                self._build()
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+
+    def _build(self) -> None:
+        # A parameter that is frozen now has no place in packets. Freezing one later is fine: it just has no gradient.
+        held = [(p, i) for i, group in enumerate(self.param_groups) for p in group["params"] if p.requires_grad]
+        self._frozen = [p for group in self.param_groups for p in group["params"] if not p.requires_grad]
+        devices = {p.device for p, _ in held}
+        if len(devices) > 1:
+            names = ", ".join(sorted(map(str, devices)))
+            raise ValueError(f"parameters on devices {names}: an optimizer needs all its parameters on one device")
+        device = devices.pop() if devices else torch.device("cpu")
+        self._session = session = Session(
+            [p.numel() for p, _ in held],
+            device,
+            self._peers,
+            self._topology,
+            bucket_mb=self._bucket_mb,
+            node_dtype=self._node_dtype,
+            meter=self._meter,
+        )
+        slots = session.layout.slots
+        self._flat_params: list[Tensor] = [held[slot.index][0] for slot in slots]
+        """The parameters that take part, in the order of the flat space."""
+        self._context = Context(session, self._flat_params, [held[slot.index][1] for slot in slots], self.param_groups)
+        compressors, self._flat_state = self._rule.bind(self._context)
+        session.open_channels(compressors)
+        self._encoder = RuleEncoder(self._rule)
+        self._state_of: list[Tensors] = self._context.state_of
+        """By position, the state of each parameter."""
+        self._shown_of: list[Tensors] = []
+        """The same memory in other tensors, which `state` shows to users, who may do with them what they like."""
+        for position, p in enumerate(self._flat_params):
+            state = {"step": self._step_count, **self._flat_state.of(session.layout, self._topology.node, position, p)}
+            if p.dtype in LOW_PRECISION:
+                order = torch.preserve_format if is_dense(p) else torch.contiguous_format
+                state["master"] = torch.empty_like(p, dtype=torch.float32, memory_format=order).copy_(p.detach())
+            self._state_of.append(state)
+        state_dicts.show(self)
+        self._forms = [form_of(p) for p in self._flat_params]
+        self._built = True
+        self._begin_step()
+
+    def _prepare(self, names: dict[Tensor, str] | None = None) -> None:
+        """Before the first exchange: agree with all ranks on everything, then connect.
+
+        Called by the first `step()` after construction or `load_state_dict()`, or by `attach`, which knows the
+        parameters' names.
+
+        Raises:
+            RuntimeError: on every rank, if ranks disagree; after `close()`.
+            ValueError: on every rank, if the ranks of nodes are unknown, or nodes have different numbers of ranks.
+        """
+        if self._session.connected and names is None:
+            return
+        if self._closed:
+            raise RuntimeError(
+                f"this {type(self).__name__} is closed: make a new one, and load its state_dict(). A model that was "
+                "attached needs a new DistributedDataParallel around its module"
+            )
+        self._peers.refuse_late_group()
+        self._names = names or self._names
+        state_dicts.refuse_changed(self, thoroughly=True)
+        name = require_agreement(self._peers, describe(self, self._names))
+        self._agreed = True
+        if self._topology.complaint is not None:
+            raise ValueError(self._topology.complaint)
+        if not self._session.connected:
+            self._session.connect(name)
+
+    def close(self) -> None:
+        """End the threads and connections of this optimizer. It takes no more steps; its state can still be read.
+
+        An optimizer that is no longer referenced closes itself when it is collected.
+        """
+        self._closed = True
+        self._disconnect()
+        while self._at_close:
+            self._at_close.pop()()
+
+    def _disconnect(self) -> None:
+        """End threads and connections until `_prepare` makes new ones."""
+        if self._session.connected:
+            self._session.disconnect()
+            self._rule.disconnect()
+
+    # A step ----------------------------------------------------------------------------------------------------------
+
+    def _begin_step(self) -> None:
+        """Discard what was encoded. The next gradients belong to a new step."""
+        context, rule = self._context, self._rule
+        context.groups = self.param_groups
+        context.step = int(self._step_count) + 1
+        for numbers in self._flat_state.numbers:
+            numbers.read()
+        rule.begin_step()
+        self._session.begin_step(
+            context.step, rule.channel(), flags=rule.first_flags(), earlier=rule.earlier_presence()
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Take one optimization step, together with all other ranks.
+
+        Args:
+            closure: re-evaluates the model and returns the loss, as in torch.optim; called once.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        # torch.amp.GradScaler leaves its scale in this attribute while it calls step(), None after unscale_().
+        scale = self._inverse(getattr(self, "grad_scale", None))
+        rule, session = self._rule, self._session
+        self._context.groups = self.param_groups
+        refuse_rates_on_devices(self.param_groups)
+        for group in self.param_groups:
+            make_plain(group)
+            rule.check_group(group)
+        refuse_capture(session.layout.device)
+        refuse_thawed(self._frozen)
+        state_dicts.refuse_changed(self)
+        rest = [position for position, encoded in enumerate(session.encoded) if not encoded]
+        gradients = [gradient_of(self._flat_params[position]) for position in rest]
+        self._prepare()
+        self._read_outcomes()
+        with session.transport.abort_on_error():
+            for position, grad in zip(rest, gradients, strict=True):
+                self._encode(position, grad, scale)
+            together = rule.skips_together
+            seen = session.wait(defer=rule.defers)
+            flags = rule.settle(seen)
+            session.transport.refuse()
+            # A rule may take a step all the same, or learn of other ranks' gradients only when it settles.
+            self._overflowed = bool((seen | flags) & packet.NONFINITE)
+            if flags & packet.NONFINITE:
+                self._meter.skipped_steps += 1
+            else:
+                with self._meter.apply:
+                    self._apply_all()
+                    session.gate(len(self._flat_params))
+                    rule.after_apply()
+            rule.end_step()
+            self._write_numbers()
+            self._meter.steps += 1
+            self._step_count += 1
+            self._begin_step()
+        for call in self._after_step:
+            call()
+        if together and not session.deferred:
+            self._skips.note(int(self._step_count), skipped=self._overflowed)
+        self._replica_check.after(self, int(self._step_count))
+        return loss
+
+    def _encode_early(self, position: int, scale: Scale) -> None:
+        """Encode one parameter's gradient before `step()` does. Called by `attach` during backward."""
+        refuse_capture(self._session.layout.device)
+        if not self._session.connected:
+            # After load_state_dict() all ranks agree again, in step(): not here, because backward passes of different
+            # ranks are at different places among the user's own collectives.
+            return
+        self._context.groups = self.param_groups
+        with self._session.transport.abort_on_error():
+            self._encode(position, gradient_of(self._flat_params[position]), scale)
+
+    def _encode(self, position: int, grad: Tensor | None, scale: Scale) -> None:
+        p = self._flat_params[position]
+        if form_of(p) != self._forms[position]:
+            raise RuntimeError(
+                f"a parameter is {form_of(p)}, but was {self._forms[position]} when the optimizer was made. Convert "
+                "the model first, and make the optimizer then"
+            )
+        self._session.encode(position, grad, scale, self._encoder)
+
+    def _apply_all(self) -> None:
+        parts_of = self._session.channel.buffers.parts
+        for position in self._rule.present():
+            p = self._flat_params[position]
+            dense = p if is_dense(p) else p.contiguous()
+            master = self._state_of[position].get("master")
+            x, low = (dense, None) if master is None else (master, dense)
+            self._session.gate(position)
+            self._rule.apply(position, parts_of[position], x, low, self._context.group_of(position))
+            if dense is not p:
+                p.copy_(dense)
+
+    def _write_numbers(self) -> None:
+        for numbers in self._flat_state.numbers:
+            numbers.write()
+
+    def _finish_exchange(self) -> None:
+        """End an exchange that backward has begun and no step() will end: all ranks send all of it, for nothing."""
+        self._session.encode_rest(self._encoder)
+        self._read_outcomes()
+        if self._session.connected:
+            self._session.transport.drain()
+
+    # Replicas --------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_synchronized(self) -> bool:
+        """Whether all replicas are equal. They always are, except between the local steps of `thinwire.ZeroOneAdam`."""
+        return self._rule.is_synchronized
+
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        """Make all replicas equal now, before you evaluate or save. Only `thinwire.ZeroOneAdam` needs it.
+
+        Call it on all ranks, after `step()`. It does nothing if replicas are equal.
+
+        Raises:
+            RuntimeError: between backward and `step()`, when gradients have been sent already; on all ranks, if some
+                did not call it.
+        """
+        if not self._rule.has_local_steps:
+            return
+        if any(self._session.encoded):
+            raise RuntimeError("synchronize() between backward and step(): call it after step(), on all ranks")
+        if self.is_synchronized:
+            return
+        self._prepare()
+        with self._session.transport.abort_on_error():
+            self._rule.synchronize(self._apply_all)
+            self._write_numbers()
+            self._begin_step()
+
+    # Deferred outcomes: on a device, only the device knows at first whether a step was taken --------------------------
+
+    def _read_outcomes(self) -> None:
+        """Read how the steps went that were left to the device, and correct what the host counted for them.
+
+        Raises:
+            CorruptPacket: if a packet was refused; nothing has been applied since.
+            TooManySkips: as `step()` does.
+        """
+        for step, flags, present in self._session.outcomes():
+            skipped = bool(flags & packet.NONFINITE)
+            self._meter.skipped_steps += skipped
+            taken = set() if skipped else set(present)
+            self._rule.revert([position for position in range(len(self._flat_params)) if position not in taken])
+            self._write_numbers()
+            self._skips.note(step, skipped=skipped)
+
+    def _overflow(self) -> bool | Tensor:
+        """Whether a gradient was not finite in the last step, on any rank: a tensor of one float if only the device
+        knows."""
+        overflow = self._session.overflow()
+        return self._overflowed if overflow is None else overflow
+
+    def _inverse(self, scale: Tensor | None) -> Scale:
+        """The factor for gradients of a loss that was multiplied by `scale`."""
+        if scale is None:
+            return 1.0
+        if self._session.side is None:
+            return 1.0 / float(scale)
+        # Needed for every gradient, and changed once per step. The scale is referenced, so that no other tensor can
+        # take its place in memory.
+        if self._inverted is None or self._inverted[0] is not scale or self._inverted[1] != scale._version:
+            inverse = scale.detach().to(torch.float64).reciprocal().to(torch.float32)
+            self._inverted = (scale, scale._version, inverse)
+        return self._inverted[2]
+
+    # Reading ---------------------------------------------------------------------------------------------------------
+
+    def metrics(self) -> Metrics:
+        """What the run has cost so far, on this rank."""
+        self._read_outcomes()
+        return self._meter.read(mean_abs_vote=self._rule.mean_abs_vote(), contraction=self._rule.contraction())
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch.optim."""
+        saved = super().state_dict()
+        self._rule.before_save(saved)
+        return saved
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            f"{type(self).__name__} has threads and process groups, which cannot be copied or pickled: "
+            "save state_dict(), and load it into a new optimizer"
+        )
+
+
+def _with_options(constructor: Callable[..., None]) -> inspect.Signature:
+    """The signature of a constructor with `**wire`, for people and tools: with the options of `WireOptimizer`."""
+    own, options = inspect.signature(constructor), inspect.signature(WireOptimizer.__init__).parameters
+    named = [p for p in own.parameters.values() if p.name not in ("self", "wire")]
+    spelled = [options[name] for name in WireOptions.__annotations__] if "wire" in own.parameters else []
+    return own.replace(parameters=[*named, *spelled])

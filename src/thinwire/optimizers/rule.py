@@ -1,0 +1,282 @@
+"""The interface of an update rule: what a paper defines.
+
+`thinwire.optimizers.optimizer` runs the steps and calls the rule; see `WireOptimizer` for when. A rule is made by the
+constructor of its optimizer and bound to a run as soon as the parameters are known.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from thinwire.kernels.modes import Scale
+from thinwire.kernels.ops import Kernels
+from thinwire.optimizers.state import State, Tensors
+from thinwire.transport import packet
+from thinwire.transport.buffers import Part
+from thinwire.transport.compressor import Compressor
+from thinwire.transport.layout import Layout
+from thinwire.transport.session import Session
+from thinwire.transport.topology import Topology
+
+Group = dict[str, Any]
+"""A parameter group, as in torch.optim."""
+
+
+@dataclass
+class Context:
+    """What a rule knows of the run that it is part of. A position is that of a parameter in the flat space."""
+
+    session: Session
+    params: list[Tensor]
+    """The parameters that take part, by position."""
+    group_index: list[int]
+    """By position, the index of a parameter's group."""
+    groups: list[Group]
+    """The optimizer's parameter groups; updated at every step, because load_state_dict() replaces them."""
+    state_of: list[Tensors] = field(default_factory=list)
+    """By position, the state of each parameter."""
+    step: int = 1
+    """The number of the step under way, from 1."""
+
+    @property
+    def layout(self) -> Layout:
+        """The flat space."""
+        return self.session.layout
+
+    @property
+    def topology(self) -> Topology:
+        """Who takes part."""
+        return self.session.topology
+
+    @property
+    def kernels(self) -> Kernels:
+        """The backend for the parameters' device."""
+        return self.session.kernels
+
+    def group_of(self, position: int) -> Group:
+        """The group of a parameter."""
+        return self.groups[self.group_index[position]]
+
+    def master(self, position: int) -> Tensor:
+        """A parameter in float32: its master copy, or itself."""
+        return self.state_of[position].get("master", self.params[position])
+
+    def set_value(self, position: int, value: Tensor) -> None:
+        """Write a parameter, and its master copy."""
+        p, master = self.params[position], self.master(position)
+        master.copy_(value)
+        if master is not p:
+            p.copy_(master)
+
+
+class UpdateRule(abc.ABC):
+    """What a worker keeps, what it sends for a gradient, and how the answer moves a parameter.
+
+    All state is made in `bind`, so that a copy of a rule can be bound to another run.
+    """
+
+    state_depends_on_buckets = False
+    """Whether the state depends on how the flat space is cut into buckets."""
+    records_buckets = False
+    """Whether `bucket_mb` is one of the settings that ranks compare and state dicts record."""
+    has_local_steps = False
+    """Whether replicas may differ between synchronizations."""
+    context: Context
+
+    # Hyper-parameters ------------------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def check_group(self, group: Group) -> None:
+        """Reject invalid hyper-parameters of a group.
+
+        Raises:
+            ValueError: naming the hyper-parameter, its value, and what would be right.
+        """
+
+    @abc.abstractmethod
+    def settings(self) -> dict[str, Any]:
+        """The arguments of the constructor, beyond those of groups, on which all ranks must agree."""
+
+    # State -----------------------------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def bind(self, context: Context) -> tuple[dict[str, Compressor], State]:
+        """Allocate the flat state for a run; return the compressors by the name of their channel, and the state.
+
+        A compressor named LOCAL serves steps in which nothing leaves the node.
+        """
+
+    def shared_state(self) -> Tensors:
+        """State that is the same on all ranks now. Ranks compare it before the first exchange."""
+        return {}
+
+    def progress(self) -> dict[str, Any]:
+        """Milestones of the run on which all ranks must agree, for people to read."""
+        return {}
+
+    # A step, in the order of the calls -------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Prepare for a step. Called before its first gradient, and after the state was loaded."""
+
+    @abc.abstractmethod
+    def channel(self) -> str:
+        """The name of the channel that this step uses. It depends only on what is equal on all ranks."""
+
+    def first_flags(self) -> int:
+        """The flags that the packets of this step start with."""
+        return 0
+
+    def earlier_presence(self) -> list[int] | None:
+        """Per bucket, presence bits of earlier steps that this step's exchange includes; None if there are none."""
+        return None
+
+    def before_exchange(self) -> None:
+        """Prepare for an exchange. Called before its first parameter is encoded."""
+
+    @abc.abstractmethod
+    def encode(self, position: int, part: Part, grad: Tensor | None, group: Group, scale: Scale) -> bool | None:
+        """Update the local state with a gradient, to be multiplied by `scale`, and write what is sent into the packets.
+
+        Without a gradient, write what the state says as it is. Called by a lane in a hierarchical topology.
+
+        Returns:
+            Whether the gradient was not finite; None if only the device knows.
+        """
+
+    @property
+    def defers(self) -> bool:
+        """Whether no decision of the host in this step depends on its exchange, but for what `revert` corrects."""
+        return False
+
+    @property
+    def skips_together(self) -> bool:
+        """Whether all ranks skip this step if one of them does."""
+        return True
+
+    def settle(self, flags: int) -> int:
+        """Read the answers, given the flags that any rank raised; the flags to continue with."""
+        return flags
+
+    def present(self) -> list[int]:
+        """The positions of the parameters that this step moves."""
+        return self.context.session.present()
+
+    @abc.abstractmethod
+    def apply(self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None, group: Group) -> None:
+        """Move a parameter by the answer. `x` is dense float32. If it is a master copy, `low` is the parameter."""
+
+    def after_apply(self) -> None:
+        """Finish a step that was taken."""
+
+    def end_step(self) -> None:
+        """Finish a step, taken or skipped."""
+
+    def revert(self, positions: Sequence[int]) -> None:
+        """Undo what the host counted for parameters that did not take the last deferred step."""
+
+    # Replicas --------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_synchronized(self) -> bool:
+        """Whether all replicas are equal now."""
+        return True
+
+    def synchronize(self, apply_all: Callable[[], None]) -> None:
+        """Make all replicas equal by an exchange outside of any step; `apply_all` calls `apply` for each parameter."""
+
+    def agreed_value(self, position: int) -> Tensor:
+        """The value of a parameter that all ranks share, without local steps since."""
+        return self.context.params[position]
+
+    # Saving, and continuing on other ranks ---------------------------------------------------------------------------
+
+    def before_save(self, saved: dict[str, Any]) -> None:
+        """Adapt a state dict before it is returned."""
+
+    def portable(self, state: State, *, private: bool) -> State:
+        """The part of the state that is valid now, in a form that can be cut into other slices and shards.
+
+        A name may move to another kind: `own` is averaged over workers, `owned` is joined. What is left out restarts
+        from zero. Called once, on a rule that takes no more steps.
+
+        Args:
+            state: what `bind` returned.
+            private: whether to include what each worker keeps for itself.
+        """
+        shared = state.shared()
+        return replace(shared, own=state.own, owned=state.owned) if private else shared
+
+    @property
+    def needs_compression(self) -> bool:
+        """Whether the state makes no sense in a topology that does not compress."""
+        return False
+
+    def anchors(self) -> dict[int, Tensor]:
+        """By position, for parameters that this worker has moved by itself, the last values that all ranks shared."""
+        return {}
+
+    def inherit(self, values: Mapping[str, Tensor], anchors: Mapping[int, Tensor]) -> None:
+        """Continue from the state of other ranks, which was just copied in.
+
+        Args:
+            values: the joined state of all old workers, by name, over the whole flat space.
+            anchors: as `anchors`, of the old workers.
+        """
+
+    def disconnect(self) -> None:
+        """Forget connections of the rule's own."""
+
+    # Metrics ---------------------------------------------------------------------------------------------------------
+
+    def contraction(self) -> float:
+        """The share of this rank's last message that compression lost."""
+        return math.nan
+
+    def mean_abs_vote(self) -> float:
+        """How much the workers agreed in the last step."""
+        return math.nan
+
+
+class RuleEncoder:
+    """Lets a session encode with a rule.
+
+    Args:
+        rule: bound to a run.
+        groups: the groups to use; None for those of the context at the time of the call.
+    """
+
+    def __init__(self, rule: UpdateRule, groups: list[Group] | None = None) -> None:
+        self._rule = rule
+        self._groups = groups
+
+    def before_exchange(self) -> None:
+        """See `Encoder`."""
+        self._rule.before_exchange()
+
+    def encode(self, position: int, part: Part, grad: Tensor | None, scale: Scale) -> bool | None:
+        """See `Encoder`."""
+        context = self._rule.context
+        groups = context.groups if self._groups is None else self._groups
+        return self._rule.encode(position, part, grad, groups[context.group_index[position]], scale)
+
+    def for_lanes(self) -> RuleEncoder:
+        """See `Encoder`. A scheduler may change the groups before the lanes encode."""
+        return RuleEncoder(self._rule, [dict(group) for group in self._rule.context.groups])
+
+
+def exchange_after_activation(rule: UpdateRule) -> int:
+    """Exchange the update, after a first exchange that carried activation bits; the flags of all ranks.
+
+    One bit has no zero. In the first exchange of a run, all bits say which coordinates have a gradient; a second one in
+    the same step carries the update. Compressors with an activation map need this.
+    """
+    session = rule.context.session
+    session.flags &= ~packet.ACTIVATION
+    return session.repeat(rule.channel(), RuleEncoder(rule))

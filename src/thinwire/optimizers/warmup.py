@@ -1,0 +1,322 @@
+"""A dense warm-up, then scaled signs with a frozen variance: the two stages of 1-bit Adam and 1-bit LAMB."""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from thinwire._checks import MANY, is_integer
+from thinwire.compressors.dense import Dense
+from thinwire.compressors.scaled_sign import ScaledSign
+from thinwire.kernels.modes import Scale
+from thinwire.optimizers.adam import (
+    DENSE,
+    SIGNS,
+    SQUARABLE,
+    AdamMoments,
+    check_error_dtype,
+    check_floor,
+    register_signs,
+)
+from thinwire.optimizers.rule import Context, Group
+from thinwire.optimizers.state import State, steps_then_numbers
+from thinwire.transport.buffers import Part
+from thinwire.transport.compressor import Compressor
+from thinwire.transport.memory import HOST
+
+_LOG = logging.getLogger("thinwire")
+
+Length = int | Literal["auto"]
+"""A number of steps, or as many as the variance needs to settle."""
+
+STABLE = 0.96
+"""The variance has settled when it is at least this fraction of what it was one window ago."""
+_CHECKS = 16
+"""How often per window it is checked."""
+
+
+def check_length(warmup_steps: Length, beta2: float) -> None:
+    """Reject lengths that freeze the variance too early.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    window = window_of(beta2)
+    if warmup_steps != "auto":
+        if not is_integer(warmup_steps, 1, MANY):
+            raise ValueError(f"warmup_steps={warmup_steps!r}: expected 'auto' or a positive number of steps")
+        if warmup_steps < window:
+            raise ValueError(
+                f"warmup_steps={warmup_steps}: the variance would be frozen before one window of it, 1/(1 - beta2) = "
+                f"{window} steps, has passed. Expected at least {window}, or a smaller beta2 than {beta2}"
+            )
+
+
+def warn_of_dense_run(warmup_steps: Length, total_steps: int | None, beta2: float) -> None:
+    """Warn the caller of an optimizer's constructor if the warm-up takes the whole run.
+
+    Raises:
+        ValueError: if `total_steps` is not a number of steps.
+    """
+    if total_steps is None:
+        return
+    if not is_integer(total_steps, 1, MANY):
+        raise ValueError(f"total_steps={total_steps!r}: expected a positive number of steps, or None")
+    least = (_CHECKS + 1) * _steps_between_checks(beta2) if warmup_steps == "auto" else warmup_steps
+    if least >= total_steps:
+        warnings.warn(
+            f"warmup_steps={warmup_steps!r} with total_steps={total_steps}: the warm-up takes at least {least} steps, "
+            "so that the whole run is going to be dense and sends as much as DDP does. A smaller beta2 settles "
+            "sooner, or use thinwire.Birder, which needs no warm-up",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def window_of(beta2: float) -> int:
+    """How many steps the variance averages over."""
+    return max(1, round(1.0 / (1.0 - beta2)))
+
+
+def _steps_between_checks(beta2: float) -> int:
+    return math.ceil(window_of(beta2) / _CHECKS)
+
+
+class Warmup:
+    """Decides at the end of every step whether it was the last one of the warm-up.
+
+    The decision depends on one small tensor, which is saved with the state. It is computed from values that are equal
+    on all ranks, so the decision is the same on all ranks.
+
+    Args:
+        length: of the warm-up in steps, or "auto".
+        beta2: of the variance, the largest of all groups.
+        groups: how many parameter groups there are.
+    """
+
+    def __init__(self, length: Length, beta2: float, groups: int) -> None:
+        self._length = length
+        self._beta2 = beta2
+        self._window = window_of(beta2)
+        self._every = _steps_between_checks(beta2)
+        # The step at which it ended (0: not yet) and the last at which a learning rate rose, the variance at the last
+        # checks, and the last learning rates.
+        self.memory = torch.zeros(2 + _CHECKS + groups, dtype=torch.float64, device=HOST)
+        self._sums = self.memory[2 : 2 + _CHECKS]
+        self._rates = self.memory[2 + _CHECKS :]
+
+    @property
+    def ended_at(self) -> int:
+        """The last step of the warm-up; 0 while it lasts."""
+        return int(self.memory[0])
+
+    def over(self, step: int, variance: float, rates: Sequence[float]) -> bool:
+        """Whether the warm-up ends with this step.
+
+        Args:
+            step: its number.
+            variance: the sum of all variances after it.
+            rates: the learning rates of the groups in this step.
+        """
+        now = torch.tensor(rates, dtype=torch.float64, device=HOST)
+        if step > 1 and bool((now > self._rates).any()):
+            self.memory[1] = step
+        self._rates.copy_(now)
+        # A schedule may rise only once per epoch: it has stopped rising when a whole window saw no rise.
+        rises = int(self.memory[1]) > 0 and step - int(self.memory[1]) < self._window
+        settled = self._settled(step, variance) and not rises
+        ends = step >= self._length if isinstance(self._length, int) else settled
+        if ends:
+            self.memory[0] = step
+            _LOG.info("the warm-up has ended with step %d: from now on signs are exchanged", step)
+        return ends
+
+    def _settled(self, step: int, variance: float) -> bool:
+        if step % self._every:
+            return False
+        check_number = step // self._every
+        before = float(self._sums[check_number % _CHECKS])  # written one window ago
+        # Without its bias, which alone makes the variance grow in the first windows.
+        now = variance / (1.0 - self._beta2**step)
+        self._sums[check_number % _CHECKS] = now
+        return check_number > _CHECKS and before > 0 and now >= STABLE * before
+
+
+@dataclass(frozen=True)
+class StageOptions:
+    """The arguments of an optimizer that decide when and how the second stage follows the first.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+
+    warmup_steps: Length
+    variance_floor: float
+    error_dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        check_error_dtype(self.error_dtype)
+        check_floor(self.variance_floor)
+
+    def settings(self) -> dict[str, Any]:
+        """See `UpdateRule`."""
+        return {
+            "warmup_steps": self.warmup_steps,
+            "variance_floor": self.variance_floor,
+            "error_dtype": str(self.error_dtype),
+        }
+
+
+class DenseThenSigns:
+    """Exchanges gradients densely until the warm-up ends, and momenta in scaled signs afterwards.
+
+    All memory is allocated at the start. Residuals are not touched before the switch, and dense packets are released at
+    the switch, so both stages together need no more memory than the larger one.
+
+    Args:
+        context: the run.
+        state: where everything that must be saved is registered.
+        adam: the moments. The second stage freezes the variance and uses the memory of the momentum for residuals.
+        options: when and how.
+        keep_previous_answer: whether the rule needs the momentum of one step before.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        state: State,
+        adam: AdamMoments,
+        options: StageOptions,
+        *,
+        keep_previous_answer: bool = False,
+    ) -> None:
+        self._context = context
+        self._adam = adam
+        self._options = options
+        self._warmup = Warmup(options.warmup_steps, largest_beta2(context.groups), len(context.groups))
+        state.common["warmup"] = self._warmup.memory
+        state.checks["warmup"] = steps_then_numbers(2, freezes=context.topology.compresses)
+        self._dense = Dense(context.kernels)
+        self.compressors: dict[str, Compressor] = {DENSE: self._dense}
+        if context.topology.compresses:
+            # The momentum as it was before the switch is not needed after it: the residual takes its place.
+            memory = adam.m.view(options.error_dtype)[: context.layout.own_size]
+            self.signs = ScaledSign(
+                context.layout,
+                context.topology.node,
+                context.kernels,
+                options.error_dtype,
+                memory,
+                remembers=keep_previous_answer,
+            )
+            register_signs(state, self.signs)
+            self.compressors[SIGNS] = self.signs
+
+    @property
+    def compressing(self) -> bool:
+        """Whether the step under way is in the second stage."""
+        return self._context.session.uses(SIGNS)
+
+    def progress(self) -> dict[str, Any]:
+        """See `UpdateRule`."""
+        return {"the last step of the warm-up": self._warmup.ended_at or "none yet"}
+
+    def channel(self) -> str:
+        """See `UpdateRule`."""
+        return SIGNS if self._warmup.ended_at else DENSE
+
+    def begin_step(self) -> None:
+        """See `UpdateRule`."""
+        if self._warmup.ended_at:
+            self._context.session.channels[DENSE].release()
+
+    def encode(self, part: Part, grad: Tensor | None, group: Group, scale: Scale) -> bool | None:
+        """Send the gradient times `scale`, or in the second stage the momentum that follows from it."""
+        if not self.compressing:
+            return self._dense.encode(part, grad, scale, SQUARABLE)
+        beta = group["betas"][0]
+        return self.signs.encode(part, grad, beta=beta, weight=1.0 - beta, scale=scale)
+
+    def settle(self) -> None:
+        """Take the answers over from the packets."""
+        if self.compressing:
+            self.signs.adopt()
+
+    def apply_signs(self, part: Part, x: Tensor, low: Tensor | None, *, rate: float, decay: float) -> None:
+        """Step by the momentum in the answer, with the frozen variance."""
+        self._context.kernels.sign_apply(
+            part.down_runs,
+            x,
+            low,
+            self._adam.v,
+            self.signs.answer,
+            self.signs.answer_scales,
+            rate=rate,
+            decay=decay,
+            anchor=None,
+            m=None,
+            momentum=0.0,
+        )
+
+    def end_step(self, weigh: Callable[[], list[float]]) -> None:
+        """Switch to the second stage if the warm-up ends with this step.
+
+        Args:
+            weigh: called at the switch, before the variance is frozen; the weight of each parameter's momentum in
+                packets.
+        """
+        if not self._context.topology.compresses or self.compressing:
+            return
+        rates = [float(group["lr"]) for group in self._context.groups]
+        if self._warmup.over(self._context.step, math.fsum(self._adam.variances.now), rates):
+            self._context.session.channels[DENSE].release()  # before the next lines touch memory of their own
+            weights = weigh()
+            groups = map(self._context.group_of, range(len(weights)))
+            factors = [group["betas"][0] * weight for group, weight in zip(groups, weights, strict=True)]
+            self.signs.start_from(self._adam.m, factors)
+            self._adam.freeze_variance(self._adam.updates.now, self._options.variance_floor)
+
+    def before_save(self, saved: dict[str, Any]) -> None:
+        """Copy memory that has two dtypes, which torch.save refuses."""
+        if self._context.topology.compresses and self._options.error_dtype != self._adam.m.dtype:
+            states = saved["state"].items()
+            saved["state"] = {index: {**state, "sent": state["sent"].clone()} for index, state in states}
+
+    def portable(
+        self, state: State, encode: Callable[[int, Part, Tensor | None, Group, Scale], bool | None], *, private: bool
+    ) -> State:
+        """See `UpdateRule`.
+
+        Args:
+            state: the whole state.
+            encode: the rule's.
+            private: whether to include what each worker keeps for itself.
+        """
+        # Of the momentum and of the residual that takes its place only one is valid. Answers depend on the shards.
+        portable = State(whole=dict(state.whole), layers=state.layers, common=state.common)
+        if not self.compressing:
+            return portable
+        del portable.whole["m"]
+        signs = self.signs
+        if not private:
+            signs.sent.zero_()
+            signs.sent_scales.zero_()
+        # What a worker would send next without a gradient: its residual, and the rest of the shared momentum.
+        for position, parts in enumerate(self._context.session.channel.buffers.parts):
+            for part in parts:
+                encode(position, part, None, self._context.group_of(position), 1.0)
+        signs.sent_scales.zero_()  # it has not been sent
+        signs.fade([1.0] * len(self._context.params))
+        return replace(portable, own={"sent": signs.sent}, owned={"answered": signs.answered} if private else {})
+
+
+def largest_beta2(groups: Sequence[Group]) -> float:
+    """The slowest decay of the variance among all groups."""
+    return max((group["betas"][1] for group in groups), default=0.0)
