@@ -64,8 +64,8 @@ class Rank:
         if isinstance(compressor, Markov):
             return compressor.known
         scales = compressor.sent_scales[torch.from_numpy(shard_of(self.layout)[self.elements])]
-        told = compressor.known + torch.where(bits_of(compressor.said), scales, -scales)
-        return torch.where(bits_of(compressor.spoke)[self.elements], told, compressor.known)
+        told = compressor.known + torch.where(bits_of(compressor.sent_bits), scales, -scales)
+        return torch.where(bits_of(compressor.signed_before)[self.elements], told, compressor.known)
 
 
 def bits_of(words: Tensor) -> Tensor:
@@ -105,23 +105,23 @@ class Network:
         if self.fused and self._steps == 1:
             self.greet(inputs)
             for compressor in self.fused:
-                compressor.recall(told=self.momentum)
+                compressor.activate(has_momentum=self.momentum)
             self.exchange(None)
         else:
             for compressor in self.fused:
-                compressor.begin_step(greeting=False)
+                compressor.begin_step(activation=False)
             self.exchange(inputs)
         for rank in self.ranks:
-            rank.compressor.hear()
+            rank.compressor.read_answers()
             if isinstance(rank.compressor, MarkovSign):
                 for part in (part for parts in rank.buffers.parts for part in parts):
                     rank.compressor.follow(part)
-                rank.compressor.conclude()
+                rank.compressor.update_activity()
 
     def greet(self, inputs: Array) -> None:
         self._steps = 1
         for compressor in self.fused:
-            compressor.begin_step(greeting=True)
+            compressor.begin_step(activation=True)
         self.exchange(inputs)
 
     def exchange(self, inputs: Array | None) -> None:
@@ -347,7 +347,7 @@ def test_who_gives_up_has_said_nothing_but_hello(nodes: int, ranks: int, kernels
     network.greet(normal(network, 9))
     assert all(compressor.known.any() for compressor in network.fused), "else there would be nothing to give up"
     for compressor in network.fused:
-        compressor.give_up()
+        compressor.abandon()
         assert not compressor.known.any()
     assert network.active().all()
     for values in (network.known(), network.mean(), network.followed()):

@@ -30,9 +30,9 @@ ROUNDING = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-8}
 class Rank:
     """A compressor and its packets; `node` is its worker, `own` its slice."""
 
-    def __init__(self, layout: Layout, node: int, own: int, kernels: Kernels, dtype: torch.dtype, remembers: bool):
+    def __init__(self, layout: Layout, node: int, own: int, kernels: Kernels, dtype: torch.dtype, keep_previous: bool):
         self.layout, self.node, self.own = layout, node, own
-        self.compressor = ScaledSign(layout, node, kernels, dtype, remembers=remembers)
+        self.compressor = ScaledSign(layout, node, kernels, dtype, keep_previous=keep_previous)
         self.buffers = PacketBuffers(layout, self.compressor.payload, alone=layout.workers == 1)
         self.compressor.bind(self.buffers)
 
@@ -60,12 +60,14 @@ class Network:
         bucket: int = 400,
         dtype: torch.dtype = torch.float32,
         kernels: Kernels = REFERENCE,
-        remembers: bool = False,
+        keep_previous: bool = False,
     ) -> None:
         layouts = [Layout(numels, nodes, bucket, slices=ranks, own_slice=own) for own in range(ranks)]
         self.layout = layouts[0]
         self.ranks = [
-            Rank(layouts[own], node, own, kernels, dtype, remembers) for node in range(nodes) for own in range(ranks)
+            Rank(layouts[own], node, own, kernels, dtype, keep_previous)
+            for node in range(nodes)
+            for own in range(ranks)
         ]
         self.nodes = nodes
         self.shard_of = np.concatenate(
@@ -107,7 +109,7 @@ class Network:
 
     def adopt(self) -> None:
         for rank in self.ranks:
-            rank.compressor.adopt()
+            rank.compressor.read_answers()
 
     def said(self) -> Array:
         """What stands in the packets of each node."""
@@ -303,7 +305,7 @@ def test_what_was_adopted_goes_into_the_next_input(nodes: int, ranks: int) -> No
 
 @each_grid
 def test_adopt_takes_answers_over_and_may_remember_those_before(nodes: int, ranks: int) -> None:
-    network = Network(nodes, ranks, remembers=True)
+    network = Network(nodes, ranks, keep_previous=True)
     heard = [np.zeros(network.layout.size)]
     for step in range(3):
         network.encode(network.random_inputs((7, step)), beta=0.5, weight=0.5)
@@ -317,10 +319,10 @@ def test_adopt_takes_answers_over_and_may_remember_those_before(nodes: int, rank
         assert np.any(heard[-1] != heard[-2])
         for rank in network.ranks:
             compressor = rank.compressor
-            assert compressor.answer_before is not None
-            assert compressor.answer_scales_before is not None
+            assert compressor.previous_answer is not None
+            assert compressor.previous_answer_scales is not None
             np.testing.assert_array_equal(stands_for(network, compressor.answer, compressor.answer_scales), heard[-1])
-            before = stands_for(network, compressor.answer_before, compressor.answer_scales_before)
+            before = stands_for(network, compressor.previous_answer, compressor.previous_answer_scales)
             np.testing.assert_array_equal(before, heard[-2])
 
 
@@ -373,7 +375,7 @@ def test_after_forget_it_is_as_if_nothing_had_been_said(nodes: int, ranks: int) 
         used.exchange()
         used.adopt()
     for rank in used.ranks:
-        rank.compressor.forget()
+        rank.compressor.reset()
     for step in range(3):
         for network in (used, fresh):
             network.encode(network.random_inputs((11, step)), beta=0.5, weight=0.5)
@@ -397,6 +399,6 @@ def test_what_is_left_unsaid_can_fade(nodes: int, ranks: int, state_dtype: torch
     network.adopt()
     of_workers, of_owners = network.kept_by_workers(), network.kept_by_owners()
     for rank in network.ranks:
-        rank.compressor.fade(factors)
+        rank.compressor.scale_residuals(factors)
     assert_equal_but_for_rounding(network.kept_by_workers(), of_element * of_workers, state_dtype)
     assert_equal_but_for_rounding(network.kept_by_owners(), of_element * of_owners, state_dtype)

@@ -1,4 +1,4 @@
-"""No compression: an element travels as the float that it is."""
+"""No compression: every element is sent as a float32."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from thinwire.kernels.ops import Kernels
 from thinwire.transport.buffers import WORD_BYTES, Frame, PacketBuffers, Part, Payload
 from thinwire.transport.layout import WORD
 from thinwire.transport.packet import HEADER_BYTES
+from thinwire.transport.state import State
 
 _FLOAT = torch.float32
 _FLOAT_BYTES = _FLOAT.itemsize
@@ -20,7 +21,7 @@ def _float_words(shard_words: int) -> int:
 
 
 class Dense:
-    """Floats up, their mean down, in the same memory.
+    """Sends floats up and their mean down, in the same memory.
 
     Args:
         kernels: the backend.
@@ -37,16 +38,19 @@ class Dense:
         self.packets = buffers.sent
 
     def encode(self, part: Part, grad: Tensor | None, scale: Scale, largest: float = LARGEST) -> bool | None:
-        """Write a gradient times `scale`, zeros for none, into the packets; whether it was not finite, or larger than
-        `largest`."""
+        """Write a gradient times `scale`, or zeros, into the packets; whether it was not finite or beyond `largest`."""
         return self._kernels.dense_encode(part.up_runs, grad, self.packets, scale=scale, largest=largest)
 
     def seal(self, frame: Frame) -> None:
-        """See `Compressor`; there is nothing to add."""
+        """See `Compressor`."""
 
     def merge(self, frame: Frame, shard: int) -> None:
-        """Answer with the mean. With a single worker it is there already."""
+        """Answer with the mean. With a single worker the answer is the packet itself."""
         if frame.received is not frame.sent:
             floats = slice(HEADER_BYTES, HEADER_BYTES + WORD_BYTES * _float_words(frame.bucket.shard_words))
             rows, answer = (packets[..., floats].view(_FLOAT) for packets in (frame.received, frame.answers[shard]))
             self._kernels.mean(rows, answer)
+
+    def state(self) -> State:
+        """See `Compressor`."""
+        return State()

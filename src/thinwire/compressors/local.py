@@ -1,4 +1,4 @@
-"""For steps that a worker takes on its own: what a momentum says stays inside the node."""
+"""For local steps: a worker's momentum stays inside its node."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from torch import Tensor
 from thinwire.compressors.dense import Dense
 from thinwire.kernels.modes import Output
 from thinwire.transport.buffers import Frame, PacketBuffers, Part, Payload
+from thinwire.transport.state import State
 
 NOTHING_TRAVELS = Payload(up_words=lambda _: 0, down_words=lambda _: 0, element_bits=0, in_place=True)
 
 
 class Alone:
-    """A worker of one rank: packets carry nothing, and the momentum is read where it stands.
+    """A worker of one rank. Packets are empty, and the momentum is read in place.
 
     Args:
         m: the momentum, of the whole flat space.
@@ -39,13 +40,17 @@ class Alone:
     def merge(self, frame: Frame, shard: int) -> None:
         """See `Compressor`."""
 
+    def state(self) -> State:
+        """See `Compressor`."""
+        return State()
+
     def momentum(self, part: Part) -> tuple[Tensor, Tensor]:
         """Runs, and the memory in which they find a part's momentum."""
         return self._runs[part.index], self._values
 
 
 class AmongNode(Dense):
-    """A worker of several ranks: each tells the others the momentum of its slice."""
+    """A worker of several ranks. Each sends the momentum of its slice to the others."""
 
     output = Output.MOMENTUM
 

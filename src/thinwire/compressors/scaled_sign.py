@@ -1,9 +1,9 @@
-"""The scaled sign: one bit an element and one scale a shard, and a memory of what they did not say.
+"""The scaled sign: one bit per element, one scale per shard, and the residual of what they left out.
 
-A vector `c` travels as `s·sign(c)`, with `s = ‖c‖₂/√len` for each shard. The rest, `e = c - s·sign(c)`, stays with the
-sender and is added to what it sends next. The scale is known only when all of `c` is, and a second pass over memory
-would cost as much as the first: so `e` is never written. What is kept is `c` itself and the scale that it was sent
-with, and whoever reads `c` next takes `e` on the way. docs/protocol.md has the rules.
+A vector `c` is sent as `s·sign(c)`, with `s = ‖c‖₂/√len` for each shard. The residual `e = c - s·sign(c)` stays with
+the sender and is added to what it sends next. The scale is known only after a pass over all of `c`, and a second pass
+would cost as much as the first, so `e` is never written. `c` itself is kept with the scale that was sent, and the next
+pass subtracts on the fly. docs/protocol.md has the rules.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from thinwire.kernels.ops import Kernels
 from thinwire.transport.buffers import Frame, PacketBuffers, Part
 from thinwire.transport.layout import WORD, Layout
 from thinwire.transport.memory import untouched_zeros
+from thinwire.transport.state import State
 
 
 class ScaledSign:
-    """Signs and scales up, those of their mean down, with error memory at both ends.
+    """Sends signs and scales up, and those of their mean down, with a residual at both ends.
 
     Args:
         layout: the flat space.
-        node: this worker's number.
+        node: the number of this rank's worker.
         kernels: the backend.
-        dtype: of the error memories, float32 or bfloat16.
-        memory: of `layout.own_size` elements to keep `c` in, where the caller has some to spare.
-        remembers: whether to keep the answer before the last one too.
+        dtype: of the residuals, float32 or bfloat16.
+        memory: `layout.own_size` elements for `c`, if the caller has some to spare.
+        keep_previous: whether to keep the answer before the last one too.
     """
 
     def __init__(
@@ -42,22 +43,24 @@ class ScaledSign:
         dtype: torch.dtype,
         memory: Tensor | None = None,
         *,
-        remembers: bool = False,
+        keep_previous: bool = False,
     ) -> None:
         self._layout = layout
         self._kernels = kernels
         self._codec = Sign(kernels)
         self.sent = untouched_zeros(layout.own_size, dtype, layout.device) if memory is None else memory
-        """`c` of this rank's slices, as it was sent last."""
+        """The last `c` of this rank's slices."""
         self._owned = OwnedRuns(layout, node)
         self.sent_scales = torch.zeros(layout.shards, dtype=torch.float32, device=layout.device)
         self.answer_scales = torch.zeros(layout.shards, dtype=torch.float32, device=layout.device)
         self.answer = untouched_zeros(layout.size // WORD, torch.int64, layout.device)
-        """The signs of the last answer, the same on all ranks, and with `answer_scales` what they stand for."""
+        """The signs of the last answer, equal on all ranks; `answer_scales` are their scales."""
         self.answered = untouched_zeros(self._owned.size, dtype, layout.device)
-        """`y` of the shards that this rank owns, as it was answered last."""
-        self.answer_before = untouched_zeros(layout.size // WORD, torch.int64, layout.device) if remembers else None
-        self.answer_scales_before = torch.zeros_like(self.answer_scales) if remembers else None
+        """The last `y` of the shards that this rank owns: the mean of all workers plus the residual."""
+        self.previous_answer = (
+            untouched_zeros(layout.size // WORD, torch.int64, layout.device) if keep_previous else None
+        )
+        self.previous_answer_scales = torch.zeros_like(self.answer_scales) if keep_previous else None
         self.payload = payload_of(self._codec)
         self._owner_sums = [
             torch.zeros(len(table), 1, dtype=torch.float64, device=layout.device) for table in self._owned.tables
@@ -68,7 +71,7 @@ class ScaledSign:
         self._packets = SignPackets(buffers, self._codec, 1)
 
     def encode(self, part: Part, grad: Tensor | None, *, beta: float, weight: float, scale: Scale) -> bool | None:
-        """Send `beta` times the last answer plus `weight` times the scaled gradient; whether it was not finite."""
+        """Send `beta` times the last answer plus `weight · scale` times the gradient; whether it was not finite."""
         return self._kernels.sign_encode(
             part.up_runs,
             grad,
@@ -96,7 +99,7 @@ class ScaledSign:
         packets: Tensor | None,
         output: Output,
     ) -> bool | None:
-        """Let the gradient into the momentum `m` and add `rate` times it to what is to be sent, now or later."""
+        """Update the momentum `m` with the gradient, and add `rate` times it to what is sent now or later."""
         return self._kernels.momentum_encode(
             part.up_runs,
             grad,
@@ -126,7 +129,7 @@ class ScaledSign:
             )
 
     def merge(self, frame: Frame, shard: int) -> None:
-        """Answer with the scaled sign of the mean and of what the last answer left unsaid."""
+        """Answer with the scaled sign of the mean plus the residual of the last answer."""
         bucket = frame.bucket
         number = bucket.shard_number(shard)
         sums = self._owner_sums[bucket.index]
@@ -143,30 +146,43 @@ class ScaledSign:
         to, length = self._packets.answer_scale(frame, shard), self._owned.lengths[number]
         self._kernels.shard_scale(sums, self._owned.rows[bucket.index], to, None, length=length)
 
-    def adopt(self) -> None:
-        """Take the answers over from the packets, when the whole exchange is done."""
-        if self.answer_before is not None and self.answer_scales_before is not None:
-            self.answer_before.copy_(self.answer)
-            self.answer_scales_before.copy_(self.answer_scales)
+    def state(self) -> State:
+        """See `Compressor`."""
+        state = State(
+            own={"sent": self.sent},
+            owned={"answered": self.answered},
+            words={"answer": self.answer},
+            shards={"sent_scale": self.sent_scales, "answer_scale": self.answer_scales},
+        )
+        if self.previous_answer is not None and self.previous_answer_scales is not None:
+            state.words["answer_before"] = self.previous_answer
+            state.shards["answer_scale_before"] = self.previous_answer_scales
+        return state
+
+    def read_answers(self) -> None:
+        """Copy the answers from the packets, after the exchange."""
+        if self.previous_answer is not None and self.previous_answer_scales is not None:
+            self.previous_answer.copy_(self.answer)
+            self.previous_answer_scales.copy_(self.answer_scales)
         self._packets.read_answers(self.answer_scales)
         for bucket, signs, _ in self._packets.answers:
             self.answer[bucket.first_word : bucket.stop // WORD].view(bucket.shards, -1).copy_(signs)
 
     @property
-    def has_before(self) -> bool:
-        """Whether an answer before the last one is remembered. There is none after a start, or only zeros."""
-        return self.answer_scales_before is not None and bool(self.answer_scales_before.any())
+    def has_previous(self) -> bool:
+        """Whether there is an answer before the last one. There is none after a start, or only zeros."""
+        return self.previous_answer_scales is not None and bool(self.previous_answer_scales.any())
 
-    def forget(self) -> None:
-        """Start all memories from zero."""
+    def reset(self) -> None:
+        """Set all memory to zero."""
         for memory in (self.sent, self.answered, self.sent_scales, self.answer_scales, self.answer):
             memory.zero_()
 
-    def fade(self, factors: Sequence[float]) -> None:
-        """Multiply what has not been said yet by a factor for each parameter, at the worker and at the owner."""
+    def scale_residuals(self, factors: Sequence[float]) -> None:
+        """Multiply the residuals at the worker and at the owner by one factor per parameter."""
         for parts, factor in zip(self._packets.buffers.parts, factors, strict=True):
             for part in parts:
-                _fade(
+                _scale_residual(
                     part.up_runs,
                     [factor] * len(part.up_runs),
                     self.sent,
@@ -175,35 +191,32 @@ class ScaledSign:
                 )
         for bucket, runs, owners in zip(self._layout.buckets, self._owned.tables, self._owned.positions, strict=True):
             shift = bucket.shift_of(self._owned.shards)
-            _fade(runs, [factors[position] for position in owners], self.answered, shift, self.answer_scales)
-        # Errors have been taken: there is nothing to take from them any more.
+            _scale_residual(runs, [factors[position] for position in owners], self.answered, shift, self.answer_scales)
+        # What was sent is subtracted now: there is nothing left to subtract.
         self.sent_scales.zero_()
         self.answer_scales.zero_()
 
     def start_from(self, m: Tensor, factors: Sequence[float]) -> None:
-        """Go on from a dense momentum, times a factor for each parameter in flat order, as the last answer's part.
+        """Continue from a dense momentum, times one factor per parameter in flat order.
 
-        It has not been said yet, so it stands where unsaid things do: in the error, of which a scale of 0 takes
-        nothing.
+        It has not been sent yet, so it becomes the residual, from which a scale of 0 subtracts nothing.
         """
         for parts, factor in zip(self._packets.buffers.parts, factors, strict=True):
             for part in parts:
                 shift = part.frame.bucket.state_shift
                 for element, _, count, *_ in part.up_runs.tolist():
                     here = self.sent[element - shift : element - shift + count]
-                    for to, values in zip(
-                        here.split(_STRETCH), m[element : element + count].split(_STRETCH), strict=True
-                    ):
+                    for to, values in zip(here.split(_CHUNK), m[element : element + count].split(_CHUNK), strict=True):
                         to.copy_(values * factor)
 
 
-_STRETCH = 1 << 18
-"""Elements that are converted at a time, so that what is allocated on the way is small."""
+_CHUNK = 1 << 18
+"""Elements that are converted at a time, so that temporaries are small."""
 
 
-def _fade(runs: Tensor, factors: Sequence[float], memory: Tensor, shift: int, scales: Tensor) -> None:
+def _scale_residual(runs: Tensor, factors: Sequence[float], memory: Tensor, shift: int, scales: Tensor) -> None:
     for (element, _, count, _, _, shard), factor in zip(runs.tolist(), factors, strict=True):
-        for c in memory[element - shift : element - shift + count].split(_STRETCH):
+        for c in memory[element - shift : element - shift + count].split(_CHUNK):
             values = c.to(torch.float32)
-            said = torch.where(values >= 0, scales[shard], -scales[shard])
-            c.copy_((values - said) * factor)
+            sent = torch.where(values >= 0, scales[shard], -scales[shard])
+            c.copy_((values - sent) * factor)

@@ -1,4 +1,4 @@
-"""A bucket after the other goes into a sketch; packets carry nothing, and stay inside the node."""
+"""Adds bucket after bucket to a count sketch. Packets are empty and stay inside the node."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from torch import Tensor
 from thinwire.compressors.codecs.count_sketch import CountSketch
 from thinwire.compressors.local import NOTHING_TRAVELS
 from thinwire.transport.buffers import Frame, PacketBuffers
+from thinwire.transport.state import State
 
 
 class Sketching:
-    """Lets what a worker has to say into its sketch, in the order of the flat space whatever that of gradients is: sums
-    of floats depend on it.
+    """Adds a worker's values to its sketch in the order of the flat space, because sums of floats depend on the order.
 
     Args:
-        values: what there is to say, of this rank's slices.
-        into: the codec and its packet; None where nothing is sketched.
+        values: to be sketched, of this rank's slices.
+        into: the codec and its packet; None if nothing is sketched.
     """
 
     payload = NOTHING_TRAVELS
@@ -37,3 +37,7 @@ class Sketching:
 
     def merge(self, frame: Frame, shard: int) -> None:
         """See `Compressor`."""
+
+    def state(self) -> State:
+        """See `Compressor`."""
+        return State()

@@ -1,9 +1,9 @@
-"""The stochastic sign: one bit that is right on average, and a way to say nothing.
+"""The stochastic sign: one bit that is right on average.
 
-A coordinate `u` in [-1, 1] travels as `+1` with probability `(1 + u) / 2`, which needs no scale and no memory of
-errors: `E[Q(u)] = u`. What one bit cannot say is zero. So this compressor keeps, identical on all ranks, a map of
-the coordinates that live; the bits of the others say hello instead of voting, and a rolling roll call finds those that
-have fallen silent. docs/protocol.md has the rules.
+A coordinate `u` in [-1, 1] is sent as `+1` with probability `(1 + u) / 2`, which needs no scale and no residual:
+`E[Q(u)] = u`. One bit has no zero. So all ranks keep the same activation map, one bit per coordinate. The bit of an
+inactive coordinate is an activation bit instead of a vote, and the activity refresh finds coordinates whose gradients
+have ended. docs/protocol.md has the rules.
 """
 
 from __future__ import annotations
@@ -18,38 +18,39 @@ from thinwire.kernels.ops import Kernels
 from thinwire.transport.buffers import WORD_BYTES, Frame, PacketBuffers, Payload
 from thinwire.transport.layout import WORD, Layout
 from thinwire.transport.packet import HEADER_BYTES
+from thinwire.transport.state import State
 
 REFRESH_PERIOD = 256
-"""Steps between two roll calls of a coordinate; the roll call is this fraction of the bytes."""
+"""Steps between two refreshes of a coordinate; the refresh takes this fraction of the bytes."""
 
 Downlink = Literal["bit", "majority", "votes"]
 
 
 class StochasticSign:
-    """Votes up, an answer down: a re-sampled bit, what most say, or the number of votes.
+    """Sends votes up, and down a re-sampled bit, the majority, or the number of votes.
 
     Args:
         layout: the flat space.
         downlink: "bit", "majority" or "votes".
         kernels: the backend.
-        life: the state that tells which coordinates live: those above `eps`.
-        eps: threshold of life.
+        activity: the state that decides which coordinates are active: those above `eps`.
+        eps: the threshold.
     """
 
-    def __init__(self, layout: Layout, downlink: Downlink, kernels: Kernels, life: Tensor, eps: float) -> None:
+    def __init__(self, layout: Layout, downlink: Downlink, kernels: Kernels, activity: Tensor, eps: float) -> None:
         self._kernels = kernels
-        self._life = life
+        self._activity = activity
         self._eps = eps
         self._step = 0
         self._key = 0
         self._downlink = downlink
         self._frames: list[Frame] = []
         self.workers = layout.workers if downlink == "votes" else 0
-        """How many votes an answer counts; 0 when it is a sign."""
+        """How many votes an answer counts; 0 if it is a sign."""
         self.planes = planes = layout.workers.bit_length() if downlink == "votes" else 1
         self.active = torch.zeros(layout.size // WORD, dtype=torch.int64, device=layout.device)
         self._votes_of = layout.workers
-        # Sum of |2c - n| over a sample of living coordinates, and their number.
+        # The sum of |2c - n| over a sample of active coordinates, and their number.
         self._signal = torch.zeros(2, dtype=torch.int64, device=layout.device)
         self._last_signal = torch.zeros_like(self._signal)
         self.payload = Payload(
@@ -62,15 +63,15 @@ class StochasticSign:
         self._frames = buffers.frames
 
     def begin_step(self, step: int, key: int) -> None:
-        """Whose turn it is at the roll call and in ties follows from the step, and the owners' draws from the key."""
+        """The step decides which words are refreshed and who breaks ties; the key decides the owners' random draws."""
         self._step, self._key = step, key
         self._signal.zero_()
 
     def seal(self, frame: Frame) -> None:
-        """Call the roll: which coordinates of the own slice live, for the words whose turn it is."""
+        """Add the activity refresh: which coordinates are active, for the words of this step."""
         bucket = frame.bucket
         self._kernels.activity_refresh(
-            self._life,
+            self._activity,
             shift=bucket.state_shift,
             first_word=bucket.own_start // WORD,
             shard_words=bucket.shard_words,
@@ -83,7 +84,7 @@ class StochasticSign:
         )
 
     def merge(self, frame: Frame, shard: int) -> None:
-        """Answer the votes received for `shard`, in its packet among the bucket's answers."""
+        """Answer the votes for `shard`."""
         words = frame.bucket.shard_words
         answer = frame.answers[shard]
         votes = {
@@ -103,18 +104,22 @@ class StochasticSign:
         up, down = (HEADER_BYTES + WORD_BYTES * planes * words for planes in (1, self.planes))
         self._kernels.any_of(frame.received, up, _refresh_words(words), answer, down)
 
+    def state(self) -> State:
+        """See `Compressor`."""
+        return State(words={"alive": self.active})
+
     def mean_abs_vote(self) -> float:
-        """Mean |ū| over a sample of the coordinates that this rank has answered for in the last step that was taken."""
+        """Mean |ū| over a sample of the coordinates that this rank merged, in the last step that was taken."""
         total, coordinates = self._last_signal.tolist()
         return total / (self._votes_of * coordinates) if coordinates else math.nan
 
-    def conclude(self, taken: Tensor | None = None) -> None:
-        """Remember what votes were like when a step is taken; `taken` tells whether, where only a device knows."""
+    def record_votes(self, taken: Tensor | None = None) -> None:
+        """Record the votes of a step for `mean_abs_vote`; `taken` is a flag on a device: whether the step is taken."""
         signal = self._signal if taken is None else torch.where(taken != 0, self._signal, self._last_signal)
         self._last_signal.copy_(signal)
 
-    def adopt(self) -> None:
-        """Bring the map of living coordinates up to date with the answers."""
+    def update_activity(self) -> None:
+        """Update the activation map from the answers."""
         for frame in self._frames:
             self._kernels.adopt(
                 self.active,

@@ -12,8 +12,8 @@ from thinwire.compressors.scaled_sign import ScaledSign
 from thinwire.kernels.modes import Scale
 from thinwire.optimizers.inputs import check_number
 from thinwire.optimizers.rule import Context, Group
-from thinwire.optimizers.state import State
 from thinwire.transport.buffers import Part
+from thinwire.transport.state import State
 
 DENSE = "dense"
 SIGNS = "signs"
@@ -156,17 +156,6 @@ def check_error_dtype(dtype: torch.dtype) -> None:
     """
     if dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"error_dtype={dtype!r}: expected torch.float32 or torch.bfloat16")
-
-
-def register_signs(state: State, signs: ScaledSign) -> None:
-    """Add the memory of scaled signs to a state."""
-    state.own["sent"] = signs.sent
-    state.owned["answered"] = signs.answered
-    state.words["answer"] = signs.answer
-    state.shards.update(sent_scale=signs.sent_scales, answer_scale=signs.answer_scales)
-    if signs.answer_before is not None and signs.answer_scales_before is not None:
-        state.words["answer_before"] = signs.answer_before
-        state.shards["answer_scale_before"] = signs.answer_scales_before
 
 
 def signed(scale: Scale, group: Group) -> Scale:

@@ -23,10 +23,10 @@ from thinwire.optimizers.adam import signed
 from thinwire.optimizers.inputs import check_number, check_seed
 from thinwire.optimizers.optimizer import Unpack, WireOptimizer, WireOptions
 from thinwire.optimizers.rule import Context, Group, UpdateRule, exchange_after_activation
-from thinwire.optimizers.state import State, Tensors
 from thinwire.transport import packet
 from thinwire.transport.buffers import Part
 from thinwire.transport.compressor import Compressor
+from thinwire.transport.state import State, Tensors
 
 _GAINS = {"bit": 2.0, "majority": 1.5, "votes": 1.5}
 """As found by `thinwire study`."""
@@ -201,7 +201,9 @@ class BirderRule(UpdateRule):
         # With amsgrad b never falls, and a coordinate is inactive when nothing is left of m.
         activity = self._m if self.amsgrad else self._b
         self._votes = StochasticSign(layout, self.downlink, context.kernels, activity, self.eps)
-        return {"votes": self._votes}, State(own, words={"alive": self._votes.active})
+        state = State(own)
+        state.include(self._votes.state())
+        return {"votes": self._votes}, state
 
     def shared_state(self) -> Tensors:
         """See `UpdateRule`."""
@@ -278,11 +280,11 @@ class BirderRule(UpdateRule):
         """See `UpdateRule`."""
         self._update_activity()
         if self._votes is not None:
-            self._votes.conclude(self.context.session.step_gate())
+            self._votes.record_votes(self.context.session.step_gate())
 
     def _update_activity(self) -> None:
         if self._votes is not None:
-            self._votes.adopt()
+            self._votes.update_activity()
 
     def portable(self, state: State, *, private: bool) -> State:
         """See `UpdateRule`."""

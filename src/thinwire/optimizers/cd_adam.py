@@ -30,10 +30,10 @@ from thinwire.optimizers.adam import (
 )
 from thinwire.optimizers.optimizer import Unpack, WireOptimizer, WireOptions
 from thinwire.optimizers.rule import Context, Group, UpdateRule, exchange_after_activation
-from thinwire.optimizers.state import State, Tensors
 from thinwire.transport import packet
 from thinwire.transport.buffers import Part
 from thinwire.transport.compressor import Compressor
+from thinwire.transport.state import State, Tensors
 
 CodecName = Literal["sign", "topk"]
 Compress = Literal["gradient", "momentum"]
@@ -195,12 +195,7 @@ class CDAdamRule(UpdateRule):
             self._markov = Markov(layout, node, kernels, functools.partial(TopK, kernels, self.ratio))
         else:
             self._markov = self._signs = MarkovSign(layout, node, kernels)
-            state.own_words["said"] = self._signs.said
-            state.words.update(alive=self._signs.active, spoke=self._signs.spoke)
-            state.shards["sent_scale"] = self._signs.sent_scales
-        state.own["known"] = self._markov.known
-        state.owned["mean"] = self._markov.mean
-        state.whole["followed"] = self._markov.followed
+        state.include(self._markov.state())
         return {self.codec: self._markov}, state
 
     def shared_state(self) -> Tensors:
@@ -211,7 +206,7 @@ class CDAdamRule(UpdateRule):
     def begin_step(self) -> None:
         """See `UpdateRule`."""
         if self._signs is not None:
-            self._signs.begin_step(greeting=self._activates)
+            self._signs.begin_step(activation=self._activates)
 
     def channel(self) -> str:
         """See `UpdateRule`."""
@@ -247,12 +242,12 @@ class CDAdamRule(UpdateRule):
         """See `UpdateRule`."""
         if self._signs is not None and self._activates:
             if flags & packet.NONFINITE:
-                self._signs.give_up()
+                self._signs.abandon()
                 return flags
-            self._signs.recall(told=self._average is not None)
+            self._signs.activate(has_momentum=self._average is not None)
             flags = exchange_after_activation(self)
         if self._markov is not None:
-            self._markov.hear()
+            self._markov.read_answers()
         if flags & packet.NONFINITE:
             self._follow(range(len(self.context.params)))
         return flags
@@ -273,7 +268,7 @@ class CDAdamRule(UpdateRule):
                 self._peak,
                 self.context.session.channel.buffers.answers,
                 None if signs is None else signs.answer_scales,
-                None if signs is None else signs.heard,
+                None if signs is None else signs.signed_now,
                 beta1=beta1,
                 beta2=beta2,
                 eps=group["eps"],
@@ -294,7 +289,7 @@ class CDAdamRule(UpdateRule):
             for position in positions:
                 for part in self.context.session.channel.buffers.parts[position]:
                     self._signs.follow(part)
-            self._signs.conclude()
+            self._signs.update_activity()
 
     def portable(self, state: State, *, private: bool) -> State:
         """See `UpdateRule`."""

@@ -29,9 +29,9 @@ from thinwire.optimizers.adam import (
 )
 from thinwire.optimizers.optimizer import Unpack, WireOptimizer, WireOptions
 from thinwire.optimizers.rule import Context, Group, UpdateRule
-from thinwire.optimizers.state import State, Tensors
 from thinwire.transport.buffers import Part
 from thinwire.transport.compressor import Compressor
+from thinwire.transport.state import State, Tensors
 
 
 class Lamb(WireOptimizer):

@@ -17,7 +17,6 @@ from thinwire.kernels.modes import Scale
 from thinwire.optimizers.adam import AdamMoments, adam_defaults, check_adam_group, correction, signed
 from thinwire.optimizers.optimizer import Unpack, WireOptimizer, WireOptions
 from thinwire.optimizers.rule import Context, Group, UpdateRule
-from thinwire.optimizers.state import State, Tensors
 from thinwire.optimizers.warmup import (
     DenseThenSigns,
     Length,
@@ -28,6 +27,7 @@ from thinwire.optimizers.warmup import (
 )
 from thinwire.transport.buffers import Part
 from thinwire.transport.compressor import Compressor
+from thinwire.transport.state import State, Tensors
 
 
 class OneBitAdam(WireOptimizer):

@@ -20,7 +20,6 @@ from thinwire.optimizers.adam import AdamMoments, adam_defaults, check_adam_grou
 from thinwire.optimizers.lamb import check_range, clamp, lamb_step, norms
 from thinwire.optimizers.optimizer import Unpack, WireOptimizer, WireOptions
 from thinwire.optimizers.rule import Context, Group, UpdateRule
-from thinwire.optimizers.state import State, Tensors
 from thinwire.optimizers.warmup import (
     DenseThenSigns,
     Length,
@@ -32,6 +31,7 @@ from thinwire.optimizers.warmup import (
 from thinwire.transport.buffers import Part
 from thinwire.transport.compressor import Compressor
 from thinwire.transport.memory import untouched_zeros
+from thinwire.transport.state import State, Tensors
 
 _COEFF_BETA = 0.9
 _SILENT = 0.1
@@ -232,7 +232,7 @@ class OneBitLambRule(UpdateRule):
         """See `UpdateRule`."""
         self._stages.settle()
         if self._stages.compressing:
-            self._updates_w = self._stages.signs.has_before
+            self._updates_w = self._stages.signs.has_previous
         return flags
 
     def apply(self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None, group: Group) -> None:
@@ -266,8 +266,8 @@ class OneBitLambRule(UpdateRule):
                 self._w,
                 signs.answer,
                 signs.answer_scales,
-                signs.answer_before,
-                signs.answer_scales_before,
+                signs.previous_answer,
+                signs.previous_answer_scales,
                 shrink=shrink,
                 beta1=beta1,
                 beta2=beta2 if self._updates_w else 1.0,

@@ -38,12 +38,12 @@ from thinwire.optimizers.inputs import (
 )
 from thinwire.optimizers.rule import Context, RuleEncoder, UpdateRule
 from thinwire.optimizers.safety import ReplicaCheck, Skips
-from thinwire.optimizers.state import Tensors
 from thinwire.transport import packet
 from thinwire.transport.layout import is_dense
 from thinwire.transport.memory import HOST
 from thinwire.transport.peers import Peers
 from thinwire.transport.session import Session
+from thinwire.transport.state import Tensors
 from thinwire.transport.topology import Choice, choose
 
 __all__ = ["Unpack", "WireOptimizer", "WireOptions"]

@@ -33,10 +33,10 @@ from torch.optim import Optimizer
 
 from thinwire.optimizers import state_dict
 from thinwire.optimizers.optimizer import WireOptimizer
-from thinwire.optimizers.state import State, Tensors
 from thinwire.transport.layout import WORD, Layout
 from thinwire.transport.memory import HOST
 from thinwire.transport.peers import Peers
+from thinwire.transport.state import State, Tensors
 from thinwire.transport.topology import Topology
 
 Policy = Literal["average", "reset"]

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from thinwire.kernels.modes import Scale
 from thinwire.kernels.ops import Kernels
-from thinwire.optimizers.state import State, Tensors
 from thinwire.transport import packet
 from thinwire.transport.buffers import Part
 from thinwire.transport.compressor import Compressor
 from thinwire.transport.layout import Layout
 from thinwire.transport.session import Session
+from thinwire.transport.state import State, Tensors
 from thinwire.transport.topology import Topology
 
 Group = dict[str, Any]

@@ -24,12 +24,12 @@ from thinwire.optimizers.adam import adam_defaults, check_adam_group, signed
 from thinwire.optimizers.inputs import check_seed
 from thinwire.optimizers.optimizer import Unpack, WireOptimizer, WireOptions
 from thinwire.optimizers.rule import Context, Group, UpdateRule
-from thinwire.optimizers.state import State, Tensors
 from thinwire.transport import packet
 from thinwire.transport.buffers import Part
 from thinwire.transport.compressor import Compressor
 from thinwire.transport.memory import HOST
 from thinwire.transport.session import LOCAL
+from thinwire.transport.state import State, Tensors
 
 _LARGEST = 2.0**56
 """The largest gradient that is taken in. What is not picked gathers in e, which must stay below 2⁶⁰: a larger gradient,

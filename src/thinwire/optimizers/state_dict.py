@@ -23,8 +23,8 @@ from torch.optim import Optimizer
 
 from thinwire._checks import MANY
 from thinwire.optimizers.inputs import make_plain
-from thinwire.optimizers.state import Tensors
 from thinwire.transport.memory import HOST
+from thinwire.transport.state import Tensors
 
 if TYPE_CHECKING:
     from thinwire.optimizers.optimizer import WireOptimizer

@@ -23,13 +23,12 @@ from thinwire.optimizers.adam import (
     AdamMoments,
     check_error_dtype,
     check_floor,
-    register_signs,
 )
 from thinwire.optimizers.rule import Context, Group
-from thinwire.optimizers.state import State, steps_then_numbers
 from thinwire.transport.buffers import Part
 from thinwire.transport.compressor import Compressor
 from thinwire.transport.memory import HOST
+from thinwire.transport.state import State, steps_then_numbers
 
 _LOG = logging.getLogger("thinwire")
 
@@ -214,9 +213,9 @@ class DenseThenSigns:
                 context.kernels,
                 options.error_dtype,
                 memory,
-                remembers=keep_previous_answer,
+                keep_previous=keep_previous_answer,
             )
-            register_signs(state, self.signs)
+            state.include(self.signs.state())
             self.compressors[SIGNS] = self.signs
 
     @property
@@ -247,7 +246,7 @@ class DenseThenSigns:
     def settle(self) -> None:
         """Take the answers over from the packets."""
         if self.compressing:
-            self.signs.adopt()
+            self.signs.read_answers()
 
     def apply_signs(self, part: Part, x: Tensor, low: Tensor | None, *, rate: float, decay: float) -> None:
         """Step by the momentum in the answer, with the frozen variance."""
@@ -313,7 +312,7 @@ class DenseThenSigns:
             for part in parts:
                 encode(position, part, None, self._context.group_of(position), 1.0)
         signs.sent_scales.zero_()  # it has not been sent
-        signs.fade([1.0] * len(self._context.params))
+        signs.scale_residuals([1.0] * len(self._context.params))
         return replace(portable, own={"sent": signs.sent}, owned={"answered": signs.answered} if private else {})
 
 

@@ -28,18 +28,17 @@ from thinwire.optimizers.adam import (
     check_error_dtype,
     check_floor,
     correction,
-    register_signs,
     signed,
 )
 from thinwire.optimizers.local_steps import Interval, local_interval, variance_steps
 from thinwire.optimizers.optimizer import Unpack, WireOptimizer, WireOptions
 from thinwire.optimizers.rule import Context, Group, RuleEncoder, UpdateRule
-from thinwire.optimizers.state import State, Tensors, steps_then_numbers
 from thinwire.transport import packet
 from thinwire.transport.buffers import Part
 from thinwire.transport.compressor import Compressor
 from thinwire.transport.memory import untouched_zeros
 from thinwire.transport.session import LOCAL
+from thinwire.transport.state import State, Tensors, steps_then_numbers
 
 _PRESENT, _ANCHORED = 1, 2
 """Of a parameter since replicas were equal: it has had a gradient; it has moved, and its earlier value is kept."""
@@ -215,7 +214,7 @@ class ZeroOneAdamRule(UpdateRule):
         compressors: dict[str, Compressor] = {DENSE: self._dense}
         if topology.compresses:
             self._signs = ScaledSign(layout, topology.node, context.kernels, self._error_dtype)
-            register_signs(state, self._signs)
+            state.include(self._signs.state())
             state.whole["anchor"] = untouched_zeros(layout.size, torch.float32, layout.device)
             self._own = Alone(self._adam.m) if layout.slices == 1 else AmongNode(context.kernels)
             compressors |= {SIGNS: self._signs, LOCAL: self._own}
@@ -285,7 +284,7 @@ class ZeroOneAdamRule(UpdateRule):
             shrinks = self._interval.shrinks(self._rates, left)
             if min(shrinks, default=1.0) < _FALL:
                 factors = [shrink if shrink < _FALL else 1.0 for shrink in shrinks]
-                self._signs.fade([factors[group] for group in self.context.group_index])
+                self._signs.scale_residuals([factors[group] for group in self.context.group_index])
 
     def _read_rates(self) -> None:
         """For each group its learning rate with bias correction, and the factor of its weight decay in one step."""
@@ -315,7 +314,7 @@ class ZeroOneAdamRule(UpdateRule):
         """See `UpdateRule`."""
         session = self.context.session
         if session.uses(SIGNS):
-            self._signs.adopt()
+            self._signs.read_answers()
         if not self._interval.frozen_at:
             return flags
         alone = not self._interval.local_steps
@@ -386,7 +385,7 @@ class ZeroOneAdamRule(UpdateRule):
             self._end_interval()
         elif self.context.topology.compresses and not frozen and step >= self._freeze_step:
             self._adam.freeze_variance(self._variance_updates.now, self._variance_floor)
-            self._signs.forget()
+            self._signs.reset()
             self._interval.freeze(step)
 
     def _end_interval(self) -> None:
@@ -405,7 +404,7 @@ class ZeroOneAdamRule(UpdateRule):
         session = self.context.session
         session.begin_step(self.context.step, SIGNS, flags=packet.SYNCHRONIZE, earlier=self._presence_since())
         session.repeat(SIGNS, RuleEncoder(self))
-        self._signs.adopt()
+        self._signs.read_answers()
         self._totals = self._interval.of_groups()
         apply_all()
         self._end_interval()
@@ -428,7 +427,7 @@ class ZeroOneAdamRule(UpdateRule):
         whole = {name: values for name, values in state.whole.items() if name != "anchor"}
         own, owned = {}, {}
         if private and self.context.topology.compresses:
-            self._signs.fade([1.0] * len(self.context.params))
+            self._signs.scale_residuals([1.0] * len(self.context.params))
             own, owned = {"sent": self._signs.sent}, {"answered": self._signs.answered}
         if self._interval.frozen_at:
             # Each worker has its own momentum, and a rank has that of its own slices only.

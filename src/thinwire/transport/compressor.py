@@ -1,25 +1,35 @@
-"""How the packets of a channel are filled by workers and answered by the owners of shards: one module a compressor."""
+"""The interface of a compressor, as the transport uses it."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
 from thinwire.transport.buffers import Frame, PacketBuffers, Payload
+from thinwire.transport.state import State
 
 
 class Compressor(Protocol):
-    """What all of them can do. How a parameter is encoded and an answer applied is each one's own."""
+    """How workers fill the packets of a channel, how owners merge them, and what both remember.
+
+    A compressor also has a method that encodes a part of a parameter into the packets, and one that reads or applies
+    the answer. These fuse the arithmetic of an update rule with the encoding, in one pass over memory, so their
+    arguments differ.
+    """
 
     @property
     def payload(self) -> Payload:
-        """What its packets carry."""
+        """The size of what it puts into packets."""
         ...
 
     def bind(self, buffers: PacketBuffers) -> None:
-        """Get to know where the packets lie."""
+        """Use these packet buffers from now on."""
 
     def seal(self, frame: Frame) -> None:
-        """Add to a bucket's packets what is known only when all its parameters are encoded. Runs on a lane."""
+        """Complete a bucket's packets with what depends on the whole bucket, such as scales. Runs on a lane."""
 
     def merge(self, frame: Frame, shard: int) -> None:
-        """As the owner of `shard`, turn the packets received into an answer. Runs on a lane."""
+        """As the owner of `shard`, compute the answer from the packets of all workers. Runs on a lane."""
+
+    def state(self) -> State:
+        """What must be saved for a run to continue with the same bits."""
+        ...

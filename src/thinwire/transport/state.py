@@ -1,10 +1,10 @@
-"""The state of an optimizer: flat tensors, and which part of them belongs to which parameter."""
+"""State that is kept over the flat space: flat tensors, and which part of them belongs to which parameter."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ class PerParameter:
 
 @dataclass(frozen=True)
 class State:
-    """The state of an optimizer, by name. Each kind of tensor is divided among the parameters in its own way."""
+    """State by name. Each kind of tensor is divided among the parameters in its own way."""
 
     own: Tensors = field(default_factory=dict)
     """As long as this rank's slices of the flat space: a worker's private state."""
@@ -74,6 +74,15 @@ class State:
         self.layers[name] = numbers.tensor
         self.checks[name] = check or (amounts if dtype.is_floating_point else counts)
         return numbers
+
+    def include(self, other: State) -> None:
+        """Add all entries of another state."""
+        for kind in fields(self):
+            mine, theirs = getattr(self, kind.name), getattr(other, kind.name)
+            if isinstance(mine, dict):
+                mine.update(theirs)
+            else:
+                mine.extend(theirs)
 
     def shared(self) -> State:
         """What is the same on all ranks, without entries per shard, which depend on the layout."""
