@@ -16,6 +16,7 @@ from thinwire.errors import CorruptCheckpoint, CorruptPacket, PeerLost, Replicas
 from thinwire.metrics import Metrics
 from thinwire.optimizers.birder import Birder
 from thinwire.optimizers.cd_adam import CDAdam
+from thinwire.optimizers.distributed_lion import DistributedLion
 from thinwire.optimizers.lamb import Lamb
 from thinwire.optimizers.onebit_adam import OneBitAdam
 from thinwire.optimizers.onebit_lamb import OneBitLamb
@@ -27,6 +28,7 @@ __all__ = [
     "CDAdam",
     "CorruptCheckpoint",
     "CorruptPacket",
+    "DistributedLion",
     "Lamb",
     "Metrics",
     "OneBitAdam",

@@ -54,6 +54,7 @@ VARIANCE = {
 }
 OPTIMIZERS = [
     Entry(thinwire.Birder, lr=0.02),
+    Entry(thinwire.DistributedLion, lr=0.02),
     Entry(thinwire.OneBitAdam, 0.04, WARM_UP, dense_steps=3, buckets_matter=True),
     Entry(thinwire.ZeroOneAdam, 0.06, VARIANCE, dense_steps=3, buckets_matter=True),
     Entry(thinwire.Lamb, 0.05, dense_steps=3),

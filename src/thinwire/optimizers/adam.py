@@ -122,6 +122,15 @@ def check_adam_group(group: Group) -> None:
     check_number(group, "lr")
     check_number(group, "eps", above=True)
     check_number(group, "weight_decay")
+    check_betas(group)
+
+
+def check_betas(group: Group) -> None:
+    """Reject betas that are not two numbers in [0, 1).
+
+    Raises:
+        ValueError: naming them.
+    """
     betas = group["betas"]
     if not (
         isinstance(betas, (tuple, list))

@@ -1,0 +1,228 @@
+"""Distributed Lion: each worker sends the sign of its Lion update, and all move by the majority.
+
+Bo Liu, Lemeng Wu, Lizhang Chen, Kaizhao Liang, Jiaxu Zhu, Chen Liang, Raghuraman Krishnamoorthi, Qiang Liu:
+"Communication Efficient Distributed Training with Distributed Lion". NeurIPS 2024.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from thinwire.compressors.dense import Dense
+from thinwire.compressors.stochastic_sign import StochasticSign
+from thinwire.kernels import rng
+from thinwire.kernels.modes import Scale
+from thinwire.kernels.reference.words import each_run, flat
+from thinwire.optimizers.adam import DENSE, check_betas, signed
+from thinwire.optimizers.inputs import check_number
+from thinwire.optimizers.optimizer import Unpack, WireOptimizer, WireOptions
+from thinwire.optimizers.rule import Context, Group, UpdateRule, exchange_after_activation
+from thinwire.transport import packet
+from thinwire.transport.buffers import Part
+from thinwire.transport.compressor import Compressor
+from thinwire.transport.state import State, Tensors
+
+Downlink = Literal["majority", "votes"]
+
+_EPS = 1e-12
+"""A coordinate whose update is not larger has no gradients any more, and becomes inactive."""
+
+
+class DistributedLion(WireOptimizer):
+    r"""Distributed Lion (Liu et al., NeurIPS 2024): Lion with one bit per parameter.
+
+    Worker i, from its own gradient g, sends the sign of an interpolation, one bit, and then updates its momentum. The
+    owner of a shard answers with the majority, and all ranks move by it::
+
+        δ_i = sign(β1 m_i + (1-β1) g)        m_i ← β2 m_i + (1-β2) g        x ← (1 - lr·λ) x - lr · sign(Σ δ_i)
+
+    `downlink="votes"` puts the mean of all δ_i in the place of the majority (the paper's averaging variant).
+
+    Example::
+
+        model = DDP(net)
+        opt = thinwire.DistributedLion(model.parameters(), lr=3e-4, weight_decay=0.1)
+        thinwire.attach(model, opt)
+        ...
+        loss.backward(); opt.step(); opt.zero_grad()
+
+    Args:
+        params: parameters or groups of them, as in torch.optim. Groups may have their own `lr`, `betas`, `weight_decay`
+            and `maximize`.
+        lr: step size; with a majority every active coordinate moves by exactly this much per step. Lion's authors
+            suggest a third to a tenth of AdamW's.
+        betas: β1 of the update and β2 of the momentum, in [0, 1).
+        weight_decay: decoupled decay λ, as in AdamW; three to ten times AdamW's, because lr is smaller.
+        maximize: ascend instead of descend.
+        downlink: "majority", one bit down; or "votes", the number of votes in ceil(log2(n+1)) bits.
+        process_group: the ranks that train together; the default group if None.
+        topology: "flat", "hierarchical" or "auto", as in `thinwire.Birder`.
+        mesh: a two-dimensional DeviceMesh of the same ranks, one row per node, if LOCAL_WORLD_SIZE is not set.
+        node_dtype: of gradients on the link inside a node: torch.float32, or torch.bfloat16 for half the bytes.
+        bucket_mb: size of an exchange, in megabytes of fp32 gradient; if None a quarter of the model, within 4 to 32.
+            Results do not depend on it.
+        max_consecutive_skips: after so many skipped steps in a row, step() raises TooManySkips; None for never.
+        check_replicas_every: compare a hash of the parameters over all ranks after every so many steps; 0 for never.
+
+    When not to use it:
+        As a first choice: it is here as a reference. In `thinwire study` Lion ended behind Birder with as many bits on
+        text (docs/convergence.md). Signs of noisy gradients are biased: where workers have small batches, coordinates
+        whose gradients are mostly noise move as fast as all others. Its local update is written in torch, not as a
+        fused kernel, and costs several passes over memory.
+
+    Differences from the paper:
+        * In a tie the majority is what one worker sent, another one at each step; the paper does not move then.
+        * A coordinate without any gradient on all workers neither moves nor decays: one bit has no zero. A coordinate
+          that gets its first gradient later moves from the next step on. A worker whose update is next to zero
+          (10⁻¹²) sends a fair coin.
+        * A worker without a gradient for a parameter repeats its last δ. A parameter without a gradient on all workers
+          does not move.
+        * Elements whose gradient is not finite do not change m; the step is skipped by all ranks.
+        * In a hierarchical topology of a single node nothing is compressed: it is Lion on the mean gradient.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 3e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.1,
+        *,
+        maximize: bool = False,
+        downlink: Downlink = "majority",
+        **wire: Unpack[WireOptions],
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, defaults, DistributedLionRule(downlink), **wire)
+
+
+@dataclass
+class DistributedLionRule(UpdateRule):
+    """The update rule of `DistributedLion`; its argument is that of the optimizer.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+
+    downlink: Downlink
+
+    def __post_init__(self) -> None:
+        if self.downlink not in get_args(Downlink):
+            raise ValueError(f"downlink={self.downlink!r}: expected 'majority' or 'votes'")
+
+    def check_group(self, group: Group) -> None:
+        """See `UpdateRule`."""
+        check_number(group, "lr")
+        check_number(group, "weight_decay")
+        check_betas(group)
+
+    def settings(self) -> dict[str, Any]:
+        """See `UpdateRule`."""
+        return {"downlink": self.downlink}
+
+    def bind(self, context: Context) -> tuple[dict[str, Compressor], State]:
+        """See `UpdateRule`."""
+        self.context = context
+        layout = context.layout
+        self._m = torch.zeros(layout.own_size, dtype=torch.float32, device=layout.device)
+        self._update = torch.zeros(layout.own_size, dtype=torch.float32, device=layout.device)
+        """β1 m + (1-β1) g, whose sign is sent."""
+        state = State(own={"m": self._m, "update": self._update})
+        self._votes: StochasticSign | None = None
+        if not context.topology.compresses:
+            return {DENSE: Dense(context.kernels)}, state
+        self._votes = StochasticSign(layout, self.downlink, context.kernels, self._update, _EPS)
+        state.include(self._votes.state())
+        return {"votes": self._votes}, state
+
+    def shared_state(self) -> Tensors:
+        """See `UpdateRule`."""
+        return {} if self._votes is None else self._votes.state().words
+
+    def begin_step(self) -> None:
+        """See `UpdateRule`."""
+        self._key = rng.worker_key(0, self.context.step, self.context.topology.node)
+        if self._votes is not None:
+            self._votes.begin_step(self.context.step, key=0)
+
+    def channel(self) -> str:
+        """See `UpdateRule`."""
+        return DENSE if self._votes is None else "votes"
+
+    @property
+    def _activates(self) -> bool:
+        """Whether this step begins with an activation round."""
+        return self._votes is not None and self.context.step == 1
+
+    def first_flags(self) -> int:
+        """See `UpdateRule`."""
+        return packet.ACTIVATION if self._activates else 0
+
+    def encode(self, position: int, part: Part, grad: Tensor | None, group: Group, scale: Scale) -> bool | None:
+        """See `UpdateRule`."""
+        shift, packets = part.frame.bucket.state_shift, self.context.session.channel.buffers.sent
+        nonfinite = False
+        for run in each_run(part.up_runs):
+            here = slice(run.element - shift, run.element - shift + run.count)
+            if grad is not None:
+                nonfinite |= self._absorb(flat(grad)[run.of_param], here, group["betas"], signed(scale, group))
+            if self._votes is None:
+                update = self._update[here]
+                # NaN: dense_apply leaves such a coordinate where it is.
+                run.floats_in(packets).copy_(torch.where(update.abs() > _EPS, update.sign(), math.nan))
+        if self._votes is not None:
+            # Birder's vote, u > r (b + ε), with u = b: the sign of u, and a fair coin where nothing is left of u.
+            vote = {"beta": 0.0, "scale": 1.0, "eps": _EPS, "amsgrad": True, "key": self._key, "shift": shift}
+            state = (self._update, self._update)
+            self.context.kernels.birder_encode(part.up_runs, None, *state, self._votes.active, packets, **vote)
+        return nonfinite
+
+    def _absorb(self, grad: Tensor, here: slice, betas: tuple[float, float], scale: Scale) -> bool:
+        """Lion's two averages; elements whose gradient is not finite keep theirs."""
+        (beta1, beta2), m = betas, self._m[here]
+        g = grad.to(torch.float32) * scale
+        finite = g.isfinite()
+        self._update[here] = torch.where(finite, m * beta1 + g * (1.0 - beta1), self._update[here])
+        self._m[here] = torch.where(finite, m * beta2 + g * (1.0 - beta2), m)
+        return not bool(finite.all())
+
+    def settle(self, flags: int) -> int:
+        """See `UpdateRule`."""
+        if self._votes is None or not self._activates:
+            return flags
+        self._votes.update_activity()  # no coordinate was active, so all bits were activation bits
+        return flags if flags & packet.NONFINITE else exchange_after_activation(self)
+
+    def apply(self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None, group: Group) -> None:
+        """See `UpdateRule`."""
+        lr = float(group["lr"])
+        move = {"lr": lr, "decay": 1.0 - lr * group["weight_decay"]}
+        kernels, answers, votes = self.context.kernels, self.context.session.channel.buffers.answers, self._votes
+        for part in parts:
+            if votes is None:
+                kernels.dense_apply(part.down_runs, x, low, answers, **move)
+            else:
+                counts = {"planes": votes.planes, "workers": votes.workers}
+                kernels.birder_apply(part.down_runs, x, low, votes.active, answers, **counts, **move)
+
+    def after_apply(self) -> None:
+        """See `UpdateRule`."""
+        if self._votes is not None:
+            self._votes.update_activity()
+            self._votes.record_votes()
+
+    def portable(self, state: State, *, private: bool) -> State:
+        """See `UpdateRule`."""
+        # An active coordinate without an update would send a meaningless bit.
+        return super().portable(state, private=True) if private else State()
+
+    def mean_abs_vote(self) -> float:
+        """See `UpdateRule`."""
+        return math.nan if self._votes is None else self._votes.mean_abs_vote()
