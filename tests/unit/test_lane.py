@@ -249,7 +249,7 @@ def test_lanes_that_share_a_failure_stop_together_and_tell_the_first() -> None:
     first.drain()
     second.submit(lambda: ran.append("second"))
     second.drain()
-    failure.note(ValueError("a consequence"))
+    failure.record(ValueError("a consequence"))
     assert not ran
     for lane in (first, second):
         with pytest.raises(RuntimeError, match="exchange failed: the cause"):

@@ -32,16 +32,16 @@ from thinwire.optimizers._paper import LOCAL
 from thinwire.optimizers._safety import ReplicaCheck, Skips
 from thinwire.optimizers._unseen import UnseenSteps
 from thinwire.transport import packet
+from thinwire.transport.bucket_exchange import BucketExchange, Presence
 from thinwire.transport.buffers import Part
-from thinwire.transport.device_node import DeviceNode
-from thinwire.transport.exchange import Job
-from thinwire.transport.lanes import AnyNode, Channel, LaneTransport, Link, Presence, Transport
+from thinwire.transport.channel import Channel
 from thinwire.transport.layout import Layout, bucket_elements, is_dense
 from thinwire.transport.memory import HOST
-from thinwire.transport.node import Node
+from thinwire.transport.open_transport import open_transport
 from thinwire.transport.peers import Peers
-from thinwire.transport.side_stream import Side, StreamTransport
+from thinwire.transport.stream_transport import SideStream, StreamTransport
 from thinwire.transport.topology import Choice, choose
+from thinwire.transport.transport import Transport
 
 
 class WireOptimizer(UnseenSteps):
@@ -156,8 +156,8 @@ class WireOptimizer(UnseenSteps):
             own_slice=topology.own_slice,
             device=device,
         )
-        self._peers.refuse_group_without(device)
-        self._side = Side.of(layout)
+        self._peers.check_backend(device)
+        self._side = SideStream.of(layout)
         kernels = ops.backend(device)
         self._kernels = kernels if self._side is None else self._side.bind(kernels)
         self._flat_params: list[Tensor] = [held[slot.index][0] for slot in layout.slots]
@@ -166,7 +166,7 @@ class WireOptimizer(UnseenSteps):
         self._layout = layout
         compressors, self._kept = self._declare(layout)
         self._channels = {
-            name: Channel(compressor, layout, topology, number, local=name == LOCAL)
+            name: Channel(compressor, layout, topology, number, local=name == LOCAL, node_dtype=self._node_dtype)
             for number, (name, compressor) in enumerate(compressors.items())
         }
         self._kept_of, self._shown_of = [], []
@@ -202,7 +202,7 @@ class WireOptimizer(UnseenSteps):
                 f"this {type(self).__name__} is closed: make a new one, and load its state_dict(). A model that was "
                 "attached needs a new DistributedDataParallel around its module"
             )
-        self._peers.refuse_late_group()
+        self._peers.check_initialized_first()
         self._names = names or self._names
         _state_dict.refuse_changed(self, thoroughly=True)
         name = require_agreement(self._peers, describe(self, self._names))
@@ -210,20 +210,9 @@ class WireOptimizer(UnseenSteps):
         if self._topology.complaint is not None:
             raise ValueError(self._topology.complaint)
         if self._transport is None:
-            link = self._join(name)
-            self._transport = LaneTransport(link) if self._side is None else StreamTransport(link, self._side)
-
-    def _join(self, name: str) -> Link:
-        """Connect this rank to those that it exchanges with; `name` is the same on all ranks, and new."""
-        peers, topology, device = self._peers, self._topology, self._layout.device
-        of_slice = peers.connect(topology.slice_ranks(), f"{name}/slice {topology.own_slice}", device)
-        of_node = peers.connect(topology.node_ranks(), f"{name}/node {topology.node}", device)
-        node = None
-        if of_node is not None:
-            buffers = self._channel.buffers
-            arguments = (buffers, topology, of_node, self._node_dtype, self._kernels, self._meter)
-            node = Node(*arguments) if self._side is None else DeviceNode(*arguments, self._side.report.status)
-        return Link(of_slice, of_node, node, self._kernels, self._meter, threaded=peers.threaded)
+            self._transport = open_transport(
+                self._peers, self._topology, name, self._layout.device, self._kernels, self._meter, self._side
+            )
 
     def close(self) -> None:
         """End the threads and connections of this optimizer. It takes no steps any more; its state can still be read.
@@ -243,8 +232,6 @@ class WireOptimizer(UnseenSteps):
         if self._transport is not None:
             self._transport.close()
             self._transport = None
-            for channel in self._channels.values():
-                channel.disconnect()
 
     # A step ----------------------------------------------------------------------------------------------------------
 
@@ -260,7 +247,7 @@ class WireOptimizer(UnseenSteps):
     def _begin_exchange(self, name: str) -> None:
         self._channel = self._channels[name]
         if self._channel.released:
-            self._channel.restore()
+            self._channel.allocate()
         self._under_way = False
         self._missing = [len(parts) for parts in self._channel.buffers.contents]
         self._submitted = 0
@@ -294,7 +281,7 @@ class WireOptimizer(UnseenSteps):
             together = self._skips_together
             seen = self._wait()
             flags = self._settle(seen)
-            self._open_transport().refuse()
+            self._open_transport().check_refusal()
             # A paper may take a step all the same, or hear of others' gradients only when it settles.
             self._overflowed = bool((seen | flags) & packet.NONFINITE)
             if flags & packet.NONFINITE:
@@ -338,25 +325,22 @@ class WireOptimizer(UnseenSteps):
         if not self._under_way:
             self._under_way = True
             self._before_exchange()
-            transport.begin(channel, self._node, self._step_number)
+            transport.begin(channel, self._step_number)
+        node = transport.node
         for part in channel.buffers.parts[position]:
             bucket = part.frame.bucket
             if grad is not None:
                 self._presence.now[bucket.index] |= part.presence
-            if self._node is None:
+            if node is None:
                 self._flags_sent |= self._encode_part(position, part, grad, self._group_of(position), scale)
             elif not self._repeats:
                 with self._meter.stage:
-                    self._node.stage(position, bucket, grad, scale)
+                    node.stage(position, bucket, grad, scale)
             self._missing[bucket.index] -= 1
             # In order, whatever the order of the gradients: lanes take the same bucket after the same on all ranks.
             while self._submitted < len(self._missing) and not self._missing[self._submitted]:
                 self._submit(transport, self._submitted)
                 self._submitted += 1
-
-    @property
-    def _node(self) -> AnyNode | None:
-        return self._open_transport().link.node
 
     def _open_transport(self) -> Transport:
         assert self._transport is not None, "step() and attach() prepare before anything is encoded"
@@ -367,13 +351,23 @@ class WireOptimizer(UnseenSteps):
             return packet.NONFINITE if self._local(position, part, grad, group, scale) else 0
 
     def _submit(self, transport: Transport, bucket: int) -> None:
-        job = Job(self._channel.buffers.frames[bucket], self._step_number, self._flags_sent)
+        channel = self._channel
         encode_mean = None
-        if self._node is not None:
+        if transport.node is not None:
             # A scheduler may change the groups while the lanes are still at it.
             groups = [dict(group) for group in self.param_groups]
             encode_mean = functools.partial(self._encode_mean, groups)
-        transport.submit(job, self._presence, encode_mean, gradients=not self._repeats)
+        transport.submit(
+            BucketExchange(
+                channel,
+                channel.buffers.frames[bucket],
+                self._step_number,
+                self._flags_sent,
+                self._presence,
+                encode_mean,
+                has_gradients=not self._repeats,
+            )
+        )
 
     def _encode_mean(self, groups: list[dict[str, Any]], position: int, part: Part, mean: Tensor | None) -> int:
         return self._encode_part(position, part, mean, groups[self._group_index[position]], 1.0)
@@ -382,11 +376,11 @@ class WireOptimizer(UnseenSteps):
         assert self._submitted == len(self._missing), "all buckets are under way"
         transport = self._open_transport()
         if isinstance(transport, StreamTransport) and self._side is not None and self._needs_no_host:
-            self._side.unseen = True
+            self._side.deferred = True
             transport.join()
             return 0
         with self._meter.exposed_wait:
-            transport.drain()
+            transport.wait()
         return transport.flags_seen
 
     def _finish_exchange(self) -> None:
@@ -408,15 +402,9 @@ class WireOptimizer(UnseenSteps):
 
     def _present(self) -> list[int]:
         """The positions of the parameters that have a gradient on some worker, as the answers say."""
-        if isinstance(self._transport, StreamTransport):
-            return self._present_on(self._transport)
-        buffers = self._channel.buffers
-        present = [buffers.read_presence(frame) for frame in buffers.frames]
-        return [
-            position
-            for position, parts in enumerate(buffers.parts)
-            if parts and present[parts[0].frame.bucket.index] & parts[0].presence
-        ]
+        if self._is_unseen:
+            return list(range(len(self._flat_params)))  # gates on the device keep out those without a gradient
+        return self._open_transport().present(self._channel)
 
     def _apply_all(self) -> None:
         for position in self._present():
@@ -437,7 +425,7 @@ class WireOptimizer(UnseenSteps):
     def _drain(self) -> None:
         self._learn()
         if self._transport is not None:
-            self._transport.drain()
+            self._transport.wait()
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(

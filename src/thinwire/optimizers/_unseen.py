@@ -13,8 +13,8 @@ from thinwire.metrics import Meter
 from thinwire.optimizers._paper import Paper
 from thinwire.optimizers._safety import Skips
 from thinwire.transport import packet
-from thinwire.transport.lanes import Transport
-from thinwire.transport.side_stream import Side, StreamTransport
+from thinwire.transport.stream_transport import SideStream, StreamTransport
+from thinwire.transport.transport import Transport
 
 
 class UnseenSteps(Paper):
@@ -25,7 +25,7 @@ class UnseenSteps(Paper):
     for it when it hears.
     """
 
-    _side: Side | None = None
+    _side: SideStream | None = None
     """Of the device; None on a CPU, where lanes are threads and the host always knows."""
     _transport: Transport | None
     _meter: Meter
@@ -49,7 +49,7 @@ class UnseenSteps(Paper):
     @property
     def _is_unseen(self) -> bool:
         """Whether the step under way, or just asked for, was left to the device."""
-        return self._side is not None and self._side.unseen
+        return self._side is not None and self._side.deferred
 
     def _learn(self) -> None:
         """Hear of steps that were left to the device.
@@ -60,17 +60,13 @@ class UnseenSteps(Paper):
         """
         if not isinstance(self._transport, StreamTransport) or self._side is None or not self._is_unseen:
             return
-        self._side.unseen = False
-        for step, findings in self._transport.outcomes(before=self._step_number):
-            skipped = bool(findings.flags & packet.NONFINITE)
+        self._side.deferred = False
+        for step, outcome in self._transport.outcomes(before=self._step_number):
+            skipped = bool(outcome.flags & packet.NONFINITE)
             self._meter.skipped_steps += skipped
-            taken = set() if skipped else set(findings.present)
+            taken = set() if skipped else set(outcome.present)
             self._not_taken([position for position in range(len(self._flat_params)) if position not in taken])
             self._skips.note(step, skipped=skipped)
-
-    def _present_on(self, transport: StreamTransport) -> list[int]:
-        """The positions of the parameters that take the step under way, or of all where only the device knows."""
-        return list(range(len(self._flat_params))) if self._is_unseen else transport.present
 
     def _turn(self, position: int) -> None:
         """Let the kernels that come next be about a parameter, or, beyond the last, about the step as a whole."""

@@ -190,12 +190,6 @@ class SketchedAMSGrad(AdamLike):
     def _agreed_state(self) -> Tensors:
         return {"v": self._v, "peak": self._peak}
 
-    def _disconnect(self) -> None:
-        super()._disconnect()
-        for each in (self._sketches, self._values):
-            if each is not None:
-                each.disconnect()
-
     def _before_exchange(self) -> None:
         # What is sent depends on the learning rate, so the one that counts is that of when the sending begins.
         self._rates_now = [float(group["lr"]) for group in self.param_groups]

@@ -1,4 +1,4 @@
-"""How the packets of a channel are filled by workers and answered by the owners of shards: one module a compressor."""
+"""The interface between a compressor and the transport."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ from thinwire.transport.buffers import Frame, PacketBuffers, Payload
 
 
 class Compressor(Protocol):
-    """What all of them can do. How a parameter is encoded and an answer applied is each one's own."""
+    """Fills the packets of a channel, and merges them at the owner of a shard.
+
+    Each compressor has its own methods to encode a parameter and to apply an answer; its caller uses those directly.
+    """
 
     @property
     def payload(self) -> Payload:
-        """What its packets carry."""
+        """The size of its packets."""
         ...
 
     def bind(self, buffers: PacketBuffers) -> None:
-        """Get to know where the packets lie."""
+        """Use these packet buffers from now on."""
 
     def seal(self, frame: Frame) -> None:
-        """Add to a bucket's packets what is known only when all its parameters are encoded. Runs on a lane."""
+        """Complete the packets of a bucket when all its parameters are encoded. Called by the transport."""
 
     def merge(self, frame: Frame, shard: int) -> None:
-        """As the owner of `shard`, turn the packets received into an answer. Runs on a lane."""
+        """As the owner of `shard`, compute the answer to the received packets. Called by the transport."""

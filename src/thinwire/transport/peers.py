@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 
 from thinwire.errors import PeerLost
-from thinwire.transport.connections import Connection, private_group
-from thinwire.transport.messages import hang_up
+from thinwire.transport.connections import Connection, abort_group, private_group
 
 Result = TypeVar("Result")
 _SOON = 1.0
@@ -65,7 +64,7 @@ class Peers:
         """Their ranks in the default group, in order."""
         return [0] if self.group is None else dist.get_process_group_ranks(self.group)
 
-    def refuse_late_group(self) -> None:
+    def check_initialized_first(self) -> None:
         """Refuse a worker that took itself to be alone, because the process group was made after the optimizer."""
         if self.group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise RuntimeError(
@@ -122,7 +121,7 @@ class Peers:
 
         return Connection(self._reach(connect, "connections between ranks"))
 
-    def refuse_group_without(self, device: torch.device) -> None:
+    def check_backend(self, device: torch.device) -> None:
         """Refuse a process group that cannot exchange what is on a device, or not from this process as it is.
 
         Raises:
@@ -170,7 +169,7 @@ class Peers:
             thread.start()  # inside: Ctrl-C may come as soon as it runs
             return outcome.result(None if timeout is None else timeout.total_seconds() + _SOON)
         except BaseException as error:
-            hang_up(self.group)  # nobody shall wait for this rank any more, nor its own thread for others
+            abort_group(self.group)  # nobody shall wait for this rank any more, nor its own thread for others
             if thread.is_alive():
                 thread.join(_SOON)
             # Errors of torch.distributed are RuntimeErrors, but not those two kinds.

@@ -167,10 +167,10 @@ class VirtualPeers(Peers):
         """See `Peers`."""
         return list(range(self.size))
 
-    def refuse_late_group(self) -> None:
+    def check_initialized_first(self) -> None:
         """See `Peers`: the world was there first."""
 
-    def refuse_group_without(self, device: torch.device) -> None:
+    def check_backend(self, device: torch.device) -> None:
         """See `Peers`.
 
         Raises:
