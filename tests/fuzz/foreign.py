@@ -138,7 +138,7 @@ class Group:
     def deliver(self, row: Tensor, member: int, tag: int) -> None:
         """Say something."""
         own = self._sent.get(tag)
-        if own is None:  # nobody sends it: what hang_up() does
+        if own is None:  # a receive that abort_group() posts
             raise RuntimeError("Connection closed by peer")
         at = 0
         while at < own.numel():
@@ -177,6 +177,11 @@ class Strangers(Peers):
 
     line: Line
     nodes: tuple[tuple[int, ...], ...]
+
+    @property
+    def threaded(self) -> bool:
+        """See `Peers`: everything runs on one thread, so that each input runs in the same order every time."""
+        return False
 
     def ranks(self) -> list[int]:
         """See `Peers`."""

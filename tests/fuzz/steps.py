@@ -144,9 +144,6 @@ class Stage:
                     topology="flat" if flat else "hierarchical",
                     check_replicas_every=1,
                 )
-                # On this thread: one input after the other, and each in the same order every time.
-                join = self._optimizer._join
-                self._optimizer._join = lambda name: dataclasses.replace(join(name), threaded=False)
                 for _ in range(kind.steps):
                     self._optimizer.step()
                 self._optimizer._prepare()
