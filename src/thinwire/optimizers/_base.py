@@ -207,8 +207,8 @@ class WireOptimizer(UnseenSteps):
         _state_dict.refuse_changed(self, thoroughly=True)
         name = require_agreement(self._peers, describe(self, self._names))
         self._agreed = True
-        if self._topology.complaint is not None:
-            raise ValueError(self._topology.complaint)
+        if self._topology.problem is not None:
+            raise ValueError(self._topology.problem)
         if self._transport is None:
             self._transport = open_transport(
                 self._peers, self._topology, name, self._layout.device, self._kernels, self._meter, self._side
