@@ -46,8 +46,10 @@ FLAT = {
     "a later packet": Case("scatter", 3, 2, "packet from rank 1 for step 3, bucket 2: checksum"),
     "its magic": Case("scatter", 1, 0, "checksum", byte=4),
     "an answer": Case("gather", 2, 2, "packet from rank 1 for step 3, bucket 1: checksum"),
-    "a last word, in one copy": Case("gather", 6, 0, "", byte=20, silent=True),
-    "a last word, in both": Case("gather", 6, 0, "packet from rank 1 for step 3, bucket 5: checksum", 20, HEADER_BYTES),
+    "a commit round, in one copy": Case("gather", 6, 0, "", byte=20, silent=True),
+    "a commit round, in both": Case(
+        "gather", 6, 0, "packet from rank 1 for step 3, bucket 5: checksum", 20, HEADER_BYTES
+    ),
 }
 
 

@@ -190,8 +190,8 @@ def test_the_order_of_work_and_that_nobody_waits(case: str) -> None:
                 "gather",
                 "packet_check",
             ]
-            last_word = ["packet_seal", "gather", "packet_check"]
-            assert aside == [*seal, *round_trip] * buckets + last_word
+            commit_round = ["packet_seal", "gather", "packet_check"]
+            assert aside == [*seal, *round_trip] * buckets + commit_round
             current = [what for stream, what in of_step if stream == CURRENT and not what.startswith("wait")]
             encodes = [what for what in current[: current.index("join")] if what != "fork"]
             assert set(encodes) == {encode}
