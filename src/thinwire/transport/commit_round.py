@@ -1,5 +1,4 @@
-"""The commit round: the last message of an exchange, in which every rank tells all others whether it accepted all
-packets.
+"""The commit round: the last message of an exchange. Every rank reports to all others whether it accepted all packets.
 
 An answer that is damaged on its way to one rank is noticed by that rank only, and the others would apply it. The commit
 round stops them. No later message could report damage to the commit round itself, so its packet is sent in two copies,

@@ -73,8 +73,8 @@ class Peers:
         """
         if self.group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise RuntimeError(
-                f"torch.distributed has {dist.get_world_size()} ranks, but was initialised after the optimizer was "
-                "made. This rank would train alone: call init_process_group() first"
+                f"torch.distributed has {dist.get_world_size()} ranks, but was initialised after thinwire was set up. "
+                "This rank would train alone: call init_process_group() first"
             )
 
     def gather(self, value: Any, stage: str = "the values of all ranks", step: int | None = None) -> list[Any]:
