@@ -25,9 +25,8 @@ import thinwire
 from tests.distributed.common import environment, token_loss, token_net
 from thinwire.compressors.all_reduce import Sum
 from thinwire.optimizers.optimizer import WireOptimizer
-from thinwire.transport.exchange import Exchange
-from thinwire.transport.lanes import LaneTransport
-from thinwire.transport.node import Node
+from thinwire.transport.lane_transport import LaneTransport
+from thinwire.transport.node import LaneNode
 from thinwire.transport.peers import Peers
 
 STEPS = 6
@@ -78,25 +77,25 @@ STAGES = {
     "connections": Stage(Peers, "connect", victim=0, **START),
     "connections of nodes": Stage(Peers, "connect", victim=3, **NODES, **START),
     "encoding": Stage(WireOptimizer, "_encode", call=3),
-    "listening": Stage(Exchange, "listen", victim=2),
-    "the first packets": Stage(Exchange, "send", victim=0),
-    "packets during backward": Stage(Exchange, "send", call=3),
-    "packets in step()": Stage(Exchange, "send", call=3, attach=False),
-    "merging": Stage(LaneTransport, "_merge", call=2),
-    "answers": Stage(Exchange, "collect", call=2),
-    "the last word": Stage(Exchange, "agree", victim=0),
+    "listening": Stage(LaneTransport, "_post_receives", victim=2),
+    "the first packets": Stage(LaneTransport, "_send", victim=0),
+    "packets during backward": Stage(LaneTransport, "_send", call=3),
+    "packets in step()": Stage(LaneTransport, "_send", call=3, attach=False),
+    "merging": Stage(LaneTransport, "_merge_presence", call=2),
+    "answers": Stage(LaneTransport, "_collect", call=2),
+    "the commit round": Stage(LaneTransport, "_commit", victim=0),
     "apply": Stage(WireOptimizer, "_apply_all", **AFTER),
     "between steps": Stage(Between, "steps", victim=2, **AFTER),
-    "the exchange after a greeting": Stage(Exchange, "send", call=7, step=1, attach=False, noticed=(1,)),
-    "dense packets": Stage(Exchange, "send", call=3, **WARM_UP),
-    "dense merging": Stage(LaneTransport, "_merge", call=2, **WARM_UP),
+    "the exchange after a greeting": Stage(LaneTransport, "_send", call=7, step=1, attach=False, noticed=(1,)),
+    "dense packets": Stage(LaneTransport, "_send", call=3, **WARM_UP),
+    "dense merging": Stage(LaneTransport, "_merge_presence", call=2, **WARM_UP),
     "sketches": Stage(Sum, "exchange", **SKETCH),
     "values after a sketch": Stage(Sum, "exchange", call=2, **SKETCH),
     "the replica check": Stage(Peers, "gather_integer", world_size=4, **CHECK),
-    "gradients of the node": Stage(Node, "scatter", call=3, **NODES),
-    "merging between nodes": Stage(LaneTransport, "_merge", call=2, victim=0, **NODES),
-    "answers of the node": Stage(Node, "share", call=2, victim=3, **NODES),
-    "the last word of the node": Stage(Node, "agree", noticed=(3, 4), **NODES),
+    "gradients of the node": Stage(LaneNode, "scatter", call=3, **NODES),
+    "merging between nodes": Stage(LaneTransport, "_merge_presence", call=2, victim=0, **NODES),
+    "answers of the node": Stage(LaneNode, "share", call=2, victim=3, **NODES),
+    "the commit round of the node": Stage(LaneNode, "commit", noticed=(3, 4), **NODES),
 }
 
 

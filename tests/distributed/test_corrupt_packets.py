@@ -253,24 +253,24 @@ def test_a_local_step_is_refused_by_the_node_and_others_hear_when_they_need_it()
 
 
 NODE_OF = {1: 0, 2: 3}
-"""For so many ranks a node the rank whose last word from the sender is changed."""
+"""By the number of ranks per node, the rank that gets a damaged commit round from the sender."""
 
 
-def change_last_word(ranks_a_node: int, apart: int) -> list[Seen]:
+def change_commit_round(ranks_a_node: int, apart: int) -> list[Seen]:
     case = Case(2 * BUCKETS, NODE_OF[ranks_a_node], "checksum", byte=5, apart=apart)
     return [seen["it"] for seen in run_nodes(live_through_all, 4 // ranks_a_node, ranks_a_node, {"it": case})]
 
 
 @pytest.mark.parametrize("ranks_a_node", [1, 2])
-def test_a_last_word_is_said_twice(ranks_a_node: int) -> None:
-    for seen in change_last_word(ranks_a_node, packet.HEADER_BYTES * 2):
+def test_one_intact_copy_of_a_commit_round_is_enough(ranks_a_node: int) -> None:
+    for seen in change_commit_round(ranks_a_node, packet.HEADER_BYTES * 2):
         assert (seen.raised, seen.moved, seen.again) == ("nothing", True, "nothing"), seen.message
 
 
 @pytest.mark.parametrize("ranks_a_node", [1, 2])
-def test_if_both_are_changed_its_reader_stops_and_then_all(ranks_a_node: int) -> None:
-    """Nobody can be told: the others learn of it when connections close, at the latest in the next step."""
-    for rank, seen in enumerate(change_last_word(ranks_a_node, packet.HEADER_BYTES)):
+def test_two_damaged_copies_stop_their_reader_and_then_all_ranks(ranks_a_node: int) -> None:
+    """No message can report it: the other ranks fail when connections close, at the latest in the next step."""
+    for rank, seen in enumerate(change_commit_round(ranks_a_node, packet.HEADER_BYTES)):
         if rank == NODE_OF[ranks_a_node]:
             assert seen.raised == "CorruptPacket"
             assert seen.message.startswith(f"packet from rank {SENDER} for step 3, bucket {BUCKETS}: checksum is ")

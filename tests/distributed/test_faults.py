@@ -42,9 +42,9 @@ EXCHANGING = {
     "a connection inside the node",
     "gradients of the node",
     "answers of the node",
-    "the word that all packets were right",
+    "the commit round",
 }
-OF_NO_BUCKET = {"a connection", "a connection inside the node", "the word that all packets were right"}
+OF_NO_BUCKET = {"a connection", "a connection inside the node", "the commit round"}
 OF_ALL_RANKS = {"the agreement of all ranks", "connections between ranks", "the checksums of replicas"}
 
 
@@ -90,7 +90,7 @@ def _stop(name: str) -> Fault:
     return Fault(STAGES[name], stop, SHORT, victim_stops=True, in_haste=name not in EXITS)
 
 
-PAIR = Stage(STAGES["merging"].owner, "_merge", call=2, world_size=2)
+PAIR = Stage(STAGES["merging"].owner, "_merge_presence", call=2, world_size=2)
 PAIR_AGREES = Stage(STAGES["the agreement"].owner, "gather", step=0, world_size=2)
 PAIR_CHECKS = Stage(
     STAGES["the replica check"].owner, "gather_integer", world_size=2, options={"check_replicas_every": 3}

@@ -277,9 +277,9 @@ def stage_a_graph(rank: int, world_size: int) -> bool:
             token_loss(model, rank, step).backward(create_graph=True)
         optimizer.step()
         optimizer.zero_grad()
-    node = optimizer._session.transport.link.node
+    node = optimizer._session.transport.node
     assert node is not None
-    return any(rows.values.requires_grad for rows in node._rows)
+    return any(rows.staged_values.requires_grad for rows in node._rows)
 
 
 def test_a_gradient_is_staged_without_its_graph() -> None:

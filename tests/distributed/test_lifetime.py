@@ -168,7 +168,7 @@ def _group_after_the_optimizer(rank: int, world_size: int) -> None:
 
 def test_an_optimizer_made_before_the_process_group_is_refused() -> None:
     for error in run_ranks_expecting_errors(_group_after_the_optimizer, 2):
-        assert "torch.distributed has 2 ranks, but was initialised after the optimizer was made" in error.message
+        assert "torch.distributed has 2 ranks, but was initialised after thinwire was set up" in error.message
 
 
 def test_a_model_converted_after_the_optimizer_was_made_is_refused() -> None:

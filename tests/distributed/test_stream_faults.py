@@ -16,7 +16,7 @@ from tests.harness import run_ranks
 from thinwire.compressors.codecs.topk import TopK
 from thinwire.compressors.markov import Markov
 from thinwire.kernels.header import HEADER_BYTES
-from thinwire.transport.rounds import Members
+from thinwire.transport.collectives import Collectives
 
 STREAM = {"THINWIRE_LANE": "stream"}
 GOOD_STEPS = 2
@@ -46,8 +46,10 @@ FLAT = {
     "a later packet": Case("scatter", 3, 2, "packet from rank 1 for step 3, bucket 2: checksum"),
     "its magic": Case("scatter", 1, 0, "checksum", byte=4),
     "an answer": Case("gather", 2, 2, "packet from rank 1 for step 3, bucket 1: checksum"),
-    "a last word, in one copy": Case("gather", 6, 0, "", byte=20, silent=True),
-    "a last word, in both": Case("gather", 6, 0, "packet from rank 1 for step 3, bucket 5: checksum", 20, HEADER_BYTES),
+    "a commit round, in one copy": Case("gather", 6, 0, "", byte=20, silent=True),
+    "a commit round, in both": Case(
+        "gather", 6, 0, "packet from rank 1 for step 3, bucket 5: checksum", 20, HEADER_BYTES
+    ),
 }
 
 
@@ -60,9 +62,9 @@ class Flip:
     armed: bool = False
 
     def patch(self, patch: pytest.MonkeyPatch) -> None:
-        collective: Callable[..., None] = getattr(Members, self.case.collective)
+        collective: Callable[..., None] = getattr(Collectives, self.case.collective)
 
-        def changed(members: Members, *rows: Tensor) -> None:
+        def changed(members: Collectives, *rows: Tensor) -> None:
             collective(members, *rows)
             if self.armed:
                 self.calls += 1
@@ -70,7 +72,7 @@ class Flip:
                     row = rows[-1][self.case.sender]
                     row[self.case.byte :: self.case.every or row.numel()] ^= 8
 
-        patch.setattr(Members, self.case.collective, changed)
+        patch.setattr(Collectives, self.case.collective, changed)
 
 
 def struck(rank: int, world_size: int, case: Case, options: dict[str, Any]) -> tuple[list[str], str]:
@@ -162,7 +164,7 @@ def lost(rank: int, world_size: int) -> str:
                 def torn(*_: object) -> None:
                     raise RuntimeError("the cable is out")
 
-                patch.setattr(Members, "scatter", torn)
+                patch.setattr(Collectives, "scatter", torn)
             token_loss(net, rank, step).backward()
             try:
                 optimizer.step()
@@ -240,4 +242,4 @@ def nonsense(rank: int, world_size: int) -> tuple[str, bool]:
 def test_a_packet_that_makes_no_sense_is_the_end_for_all() -> None:
     told = run_ranks(nonsense, 3)
     assert told[1] == ("the packet of worker 0 for bucket 0: a packet of top-k has indices beyond", False)
-    assert told[0] == told[2] == ("rank 1 refused a packet of step 2: its own error says why", False)
+    assert told[0] == told[2] == ("rank 1 refused a packet of step 2: see the error of that rank for the reason", False)

@@ -17,8 +17,8 @@ import thinwire
 from tests.distributed.common import token_loss, token_net
 from tests.harness import run_ranks
 from thinwire.kernels import ops
-from thinwire.transport import side_stream as _stream
-from thinwire.transport.rounds import Members
+from thinwire.transport import stream_transport
+from thinwire.transport.collectives import Collectives
 
 CURRENT, ASIDE = "current", "aside"
 
@@ -57,19 +57,19 @@ class WritingStreams:
     def join(self) -> None:
         self._log.note("join")
 
-    def mark(self) -> WritingMark:
-        return WritingMark(self._log)
+    def record_event(self) -> WritingEvent:
+        return WritingEvent(self._log)
 
     def share(self, tensor: Tensor) -> None:
         self._log.shared.add(tensor.data_ptr())
 
 
-class WritingMark:
+class WritingEvent:
     def __init__(self, log: Log) -> None:
         self._log = log
         self._step = log.step
 
-    def passed(self) -> bool:
+    def query(self) -> bool:
         self._log.note(f"wait for step {self._step}")
         return True
 
@@ -112,17 +112,17 @@ def three_steps(
     """What happened in each step, and how many buckets there are."""
     log = Log()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_stream, "streams_of", lambda _: WritingStreams(log))
+        patch.setattr(stream_transport, "streams_of", lambda _: WritingStreams(log))
         on_device = ops.Kernels.on_device
         patch.setattr(ops.Kernels, "on_device", lambda self, *args: writing(on_device(self, *args), log))
         for name in ("scatter", "gather"):
-            collective = getattr(Members, name)
+            collective = getattr(Collectives, name)
 
             def noted(*args: Any, name: str = name, collective: Callable[..., None] = collective) -> None:
                 log.note(name)
                 collective(*args)
 
-            patch.setattr(Members, name, noted)
+            patch.setattr(Collectives, name, noted)
         net = token_net()
         ddp = DistributedDataParallel(net)
         opt = optimizer(net.parameters(), bucket_mb=0.02, check_replicas_every=0, **options)
@@ -190,8 +190,8 @@ def test_the_order_of_work_and_that_nobody_waits(case: str) -> None:
                 "gather",
                 "packet_check",
             ]
-            last_word = ["packet_seal", "gather", "packet_check"]
-            assert aside == [*seal, *round_trip] * buckets + last_word
+            commit_round = ["packet_seal", "gather", "packet_check"]
+            assert aside == [*seal, *round_trip] * buckets + commit_round
             current = [what for stream, what in of_step if stream == CURRENT and not what.startswith("wait")]
             encodes = [what for what in current[: current.index("join")] if what != "fork"]
             assert set(encodes) == {encode}

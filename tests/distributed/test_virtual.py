@@ -17,7 +17,7 @@ from tests.conformance.test_conformance import OPTIMIZERS
 from tests.distributed.common import Digest, Training, environment, token_loss, token_net, train, trained_each
 from tests.harness import run_ranks
 from thinwire.transport import virtual
-from thinwire.transport.peers import Peers, here
+from thinwire.transport.peers import Peers, virtual_worker
 
 
 def virtually(workers: int, training: Training) -> list[list[Digest]]:
@@ -67,7 +67,7 @@ def test_workers_find_each_other_and_nobody_else() -> None:
         return peers.rank, peers.ranks(), peers.gather(10 * worker), peers.gather_integer(worker, "a test")
 
     assert virtual.run_workers(2, seen) == [(0, [0, 1], [0, 10], [0, 1]), (1, [0, 1], [0, 10], [0, 1])]
-    assert not hasattr(here, "peers")
+    assert not hasattr(virtual_worker, "peers")
     assert Peers.of(None).size == 1
 
 

@@ -138,7 +138,7 @@ class Group:
     def deliver(self, row: Tensor, member: int, tag: int) -> None:
         """Say something."""
         own = self._sent.get(tag)
-        if own is None:  # nobody sends it: what hang_up() does
+        if own is None:  # a receive that abort_group() posts
             raise RuntimeError("Connection closed by peer")
         at = 0
         while at < own.numel():

@@ -46,9 +46,9 @@ def test_an_answer_takes_the_place_of_its_packet(numels: list[int], nodes: int, 
 
 @PATIENT
 @given(NUMELS, st.integers(2, 5), BUCKET_ELEMENTS)
-def test_all_buckets_are_received_in_one_room(numels: list[int], workers: int, bucket: int) -> None:
+def test_all_buckets_are_received_in_shared_receive(numels: list[int], workers: int, bucket: int) -> None:
     buffers, _ = dense_mail(numels, workers, bucket)
-    assert buffers.one_room
+    assert buffers.shared_receive
     for frame in buffers.frames:
         assert frame.received.untyped_storage().nbytes() == max(frame.sent.numel() for frame in buffers.frames)
         assert frame.received.shape == frame.sent.shape
@@ -61,7 +61,7 @@ def test_all_buckets_are_received_in_one_room(numels: list[int], workers: int, b
 @given(NUMELS, BUCKET_ELEMENTS)
 def test_a_worker_alone_needs_no_room(numels: list[int], bucket: int) -> None:
     buffers, _ = dense_mail(numels, 1, bucket)
-    assert not buffers.one_room
+    assert not buffers.shared_receive
     for frame in buffers.frames:
         assert frame.received is frame.sent
         buffers.sent_memory[frame.sent_at] = 77

@@ -1,4 +1,4 @@
-"""The lane keeps order, gives failures to whoever waits, and leaves nothing running behind."""
+"""A lane keeps the order of tasks, raises their errors in wait(), and leaves no thread running."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from thinwire.transport.lane import Failure, Lane
 
 either_kind = pytest.mark.parametrize("threaded", [True, False], ids=["threaded", "unthreaded"])
 SOON = 30.0
-"""Seconds after which something that should happen at once has not happened."""
+"""Seconds within which an event that should happen at once must have happened."""
 
 
 def thread_of(lane: Lane) -> threading.Thread:
@@ -27,7 +27,7 @@ def divide_by_zero() -> None:
 
 
 @either_kind
-def test_jobs_run_in_the_order_of_their_submission(threaded: bool) -> None:
+def test_tasks_run_in_the_order_of_their_submission(threaded: bool) -> None:
     lane = Lane(threaded=threaded)
     done: list[int] = []
     for i in range(500):
@@ -43,7 +43,7 @@ def test_waiting_for_nothing_returns_at_once(threaded: bool) -> None:
     lane.wait()
 
 
-def test_an_unthreaded_lane_runs_a_job_before_submit_returns_and_starts_no_thread() -> None:
+def test_an_unthreaded_lane_runs_a_task_before_submit_returns_and_starts_no_thread() -> None:
     threads = threading.active_count()
     lane = Lane(threaded=False)
     assert thread_of(lane) is threading.current_thread()
@@ -65,7 +65,7 @@ def test_a_threaded_lane_is_one_thread_that_does_not_keep_the_process_alive() ->
 def test_a_threaded_lane_works_while_its_owner_does_something_else() -> None:
     lane = Lane(threaded=True)
     go, done = threading.Event(), threading.Event()
-    lane.submit(lambda: None if go.wait(SOON) else pytest.fail("submit or the next line waited for the job"))
+    lane.submit(lambda: None if go.wait(SOON) else pytest.fail("submit or the next line waited for the task"))
     lane.submit(done.set)
     assert not done.is_set()
     go.set()
@@ -74,7 +74,7 @@ def test_a_threaded_lane_works_while_its_owner_does_something_else() -> None:
 
 
 @either_kind
-def test_a_failure_surfaces_where_somebody_waits(threaded: bool) -> None:
+def test_wait_raises_the_error_of_a_task(threaded: bool) -> None:
     lane = Lane(threaded=threaded)
     failure = ValueError("no route to rank 3")
 
@@ -88,8 +88,8 @@ def test_a_failure_surfaces_where_somebody_waits(threaded: bool) -> None:
 
 
 @either_kind
-def test_nothing_runs_after_a_failure_and_waiting_fails_ever_after(threaded: bool) -> None:
-    """Ranks may have parted: a bucket exchanged out of step would be averaged with another one."""
+def test_nothing_runs_after_a_failure_and_every_wait_raises(threaded: bool) -> None:
+    """Replicas may have diverged: a bucket exchanged out of step would be averaged with another one."""
     lane = Lane(threaded=threaded)
     done: list[str] = []
     lane.submit(lambda: done.append("before"))
@@ -104,7 +104,7 @@ def test_nothing_runs_after_a_failure_and_waiting_fails_ever_after(threaded: boo
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
-def test_an_exit_inside_a_job_is_the_callers_where_there_is_no_thread(kind: type[BaseException]) -> None:
+def test_an_exit_inside_a_task_is_raised_by_submit_without_a_thread(kind: type[BaseException]) -> None:
     def leave() -> None:
         raise kind
 
@@ -113,8 +113,8 @@ def test_an_exit_inside_a_job_is_the_callers_where_there_is_no_thread(kind: type
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
-def test_even_an_exit_inside_a_job_is_told(kind: type[BaseException]) -> None:
-    """A thread that died of it in silence would leave `wait` waiting."""
+def test_wait_reports_an_exit_inside_a_task(kind: type[BaseException]) -> None:
+    """If the thread ended silently, `wait` would never return."""
     lane = Lane(threaded=True)
 
     def leave() -> None:
@@ -127,24 +127,24 @@ def test_even_an_exit_inside_a_job_is_told(kind: type[BaseException]) -> None:
 
 
 @either_kind
-def test_a_job_is_forgotten_before_wait_returns(threaded: bool) -> None:
-    """It holds the optimizer, which whoever waits may want to let go of."""
+def test_no_reference_to_a_task_is_left_when_wait_returns(threaded: bool) -> None:
+    """A task refers to the owner of the lane, who may be about to drop it."""
 
-    class Job:
+    class Task:
         def __call__(self) -> None:
             pass
 
     lane = Lane(threaded=threaded)
     for _ in range(50):
-        job = Job()
-        forgotten = weakref.ref(job)
-        lane.submit(job)
-        del job
+        task = Task()
+        forgotten = weakref.ref(task)
+        lane.submit(task)
+        del task
         lane.wait()
         assert forgotten() is None
 
 
-def test_the_thread_ends_when_its_lane_is_forgotten() -> None:
+def test_the_thread_ends_when_its_lane_is_dropped() -> None:
     lane = Lane(threaded=True)
     thread = thread_of(lane)
     assert thread.is_alive()
@@ -155,7 +155,7 @@ def test_the_thread_ends_when_its_lane_is_forgotten() -> None:
 
 
 def test_the_thread_of_a_lane_in_a_cycle_ends_when_the_cycle_is_collected() -> None:
-    """As an optimizer is: its jobs are bound to it, and it holds the lane."""
+    """A transport is in such a cycle: its tasks are bound methods, and it holds the lane."""
 
     class Owner:
         def __init__(self) -> None:
@@ -163,12 +163,12 @@ def test_the_thread_of_a_lane_in_a_cycle_ends_when_the_cycle_is_collected() -> N
             self.done = 0
             self.me = self
 
-        def job(self) -> None:
+        def task(self) -> None:
             self.done += 1
 
     owner = Owner()
     thread = thread_of(owner.lane)
-    owner.lane.submit(owner.job)
+    owner.lane.submit(owner.task)
     owner.lane.wait()
     assert owner.done == 1
     del owner
@@ -177,8 +177,8 @@ def test_the_thread_of_a_lane_in_a_cycle_ends_when_the_cycle_is_collected() -> N
     assert not thread.is_alive()
 
 
-def test_a_lane_that_failed_is_forgotten_like_any_other() -> None:
-    """The traceback of its failure knows the owner; a thread that kept it would keep the owner's m and b for ever."""
+def test_a_lane_that_failed_can_be_collected() -> None:
+    """The traceback of its failure refers to the owner. A thread that kept it would keep the owner's memory."""
 
     class Owner:
         def __init__(self) -> None:
@@ -200,8 +200,8 @@ def test_a_lane_that_failed_is_forgotten_like_any_other() -> None:
     assert not thread.is_alive()
 
 
-def test_jobs_that_were_submitted_run_even_if_the_lane_is_forgotten() -> None:
-    """The other ranks count on this one for every bucket that it began."""
+def test_submitted_tasks_run_even_if_the_lane_is_dropped() -> None:
+    """Other ranks wait for every bucket that this one has begun."""
     lane = Lane(threaded=True)
     thread = thread_of(lane)
     go = threading.Event()
@@ -217,7 +217,7 @@ def test_jobs_that_were_submitted_run_even_if_the_lane_is_forgotten() -> None:
     assert done == list(range(5))
 
 
-def test_many_lanes_do_not_disturb_each_other() -> None:
+def test_lanes_are_independent_of_each_other() -> None:
     lanes = [Lane(threaded=True) for _ in range(8)]
     counts = [0] * len(lanes)
 
@@ -237,7 +237,7 @@ def test_many_lanes_do_not_disturb_each_other() -> None:
     assert counts == [100] * len(lanes)
 
 
-def test_lanes_that_share_a_failure_stop_together_and_tell_the_first() -> None:
+def test_lanes_that_share_a_failure_stop_together_and_raise_the_first_error() -> None:
     failure = Failure()
     first, second = (Lane(threaded=True, failure=failure) for _ in range(2))
     ran: list[str] = []
@@ -249,7 +249,7 @@ def test_lanes_that_share_a_failure_stop_together_and_tell_the_first() -> None:
     first.drain()
     second.submit(lambda: ran.append("second"))
     second.drain()
-    failure.note(ValueError("a consequence"))
+    failure.record(ValueError("a consequence"))
     assert not ran
     for lane in (first, second):
         with pytest.raises(RuntimeError, match="exchange failed: the cause"):

@@ -171,7 +171,7 @@ def test_views_follow_channels_last_and_straighten_what_is_not_dense() -> None:
 
 
 def test_a_model_beyond_the_random_numbers_is_refused() -> None:
-    with pytest.raises(ValueError, match=f"at most {MAX_ELEMENTS} parameters"):
+    with pytest.raises(ValueError, match=f"at most {MAX_ELEMENTS} elements per model"):
         Layout([MAX_ELEMENTS + 1], 2, 1 << 20)
 
 

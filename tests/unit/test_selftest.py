@@ -32,7 +32,7 @@ from thinwire.cli.selftest.site import Findings, Site
 from thinwire.cli.selftest.speed import MEMCPY, Kernel, Steps
 from thinwire.kernels import ops
 from thinwire.kernels.ops import Kernels
-from thinwire.transport.exchange import Exchange
+from thinwire.transport.lane_transport import LaneTransport
 
 # The command ---------------------------------------------------------------------------------------------------------
 
@@ -188,12 +188,12 @@ def smallest_instead_of_largest(rank: int) -> None:
 
 
 def bytes_not_counted(rank: int) -> None:
-    count = Exchange._count
+    count = LaneTransport._count
 
-    def half(self: Exchange, rounds: int, size: int) -> None:
+    def half(self: LaneTransport, rounds: int, size: int) -> None:
         count(self, rounds, size // 2)
 
-    Exchange._count = half
+    LaneTransport._count = half
 
 
 def infinities_overlooked(rank: int) -> None:

@@ -22,7 +22,7 @@ from thinwire.transport.buffers import PacketBuffers
 from thinwire.transport.layout import Layout
 from thinwire.transport.peers import Peers
 from thinwire.transport.report import Report
-from thinwire.transport.streams import OneAfterTheOther, streams_of, wait_for
+from thinwire.transport.streams import SynchronousStreams, streams_of, wait_for
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 PARAMETERS = 150
@@ -42,7 +42,7 @@ def reported(present: set[int], flags: int = 0) -> Report:
         buffers.fill_presence(frame, bits)
         width = 8 * frame.presence_words
         frame.answers[0, frame.down_presence :][:width] = frame.sent[0, frame.up_presence :][:width]
-        report.note_presence(frame)
+        report.copy_presence(frame)
     return report
 
 
@@ -51,36 +51,36 @@ ODD = set(range(1, PARAMETERS, 2))
 
 def test_gates_are_open_for_parameters_with_a_gradient_on_some_worker() -> None:
     report = reported(ODD)
-    report.decide()
+    report.set_gates()
     assert {i for i, is_open in enumerate(report.gate.open.tolist()) if is_open} == {*ODD, PARAMETERS}
-    findings = report.read(report.send())
-    assert (set(findings.present), findings.flags, findings.refusal) == (ODD, 0, None)
-    report.allow()
+    outcome = report.read(report.copy_to_host())
+    assert (set(outcome.present), outcome.flags, outcome.refusal) == (ODD, 0, None)
+    report.open_gates()
     assert report.gate.open.all()
 
 
 @pytest.mark.parametrize("flags", [NONFINITE, REFUSED])
 def test_nobody_steps_when_anything_was_raised(flags: int) -> None:
     report = reported(ODD, flags)
-    report.decide()
+    report.set_gates()
     assert not report.gate.open.any()
     assert bool(report.overflow()) == (flags == NONFINITE)
-    assert report.read(report.send()).flags == flags
+    assert report.read(report.copy_to_host()).flags == flags
 
 
 def test_a_refusal_is_for_ever_and_an_overflow_is_not() -> None:
     report = reported(ODD, NONFINITE | REFUSED)
     report.begin()
     assert int(report.status[Status.FLAGS]) == REFUSED
-    report.decide()
+    report.set_gates()
     assert not report.gate.open.any()
 
 
 def test_a_report_is_not_overwritten_by_that_of_the_next_step() -> None:
     report = reported({3})
-    first = report.send()
+    first = report.copy_to_host()
     report.status[Status.FLAGS] |= NONFINITE
-    second = report.send()
+    second = report.copy_to_host()
     assert report.read(first).flags == 0
     assert report.read(second).flags == NONFINITE
 
@@ -90,10 +90,10 @@ def test_refusals_are_told_as_on_the_host() -> None:
     words = {Status.CODE: CHECKED.index("step") + 1, Status.SENDER: 3, Status.STEP: 7, Status.BUCKET: 1}
     for field, value in {**words, Status.GOT: 8, Status.WANT: 7}.items():
         report.status[field] = value
-    told = str(report.read(report.send()).refusal)
+    told = str(report.read(report.copy_to_host()).refusal)
     assert told.startswith("packet from rank 3 for step 7, bucket 1: step is 8, expected 7: all ranks must call step()")
     report.status[Status.CODE] = HEARD
-    assert "rank 3 refused a packet of step 7" in str(report.read(report.send()).refusal)
+    assert "rank 3 refused a packet of step 7" in str(report.read(report.copy_to_host()).refusal)
 
 
 def test_kernels_of_the_host_find_and_step_as_those_of_a_device() -> None:
@@ -113,12 +113,12 @@ def test_kernels_of_the_host_find_and_step_as_those_of_a_device() -> None:
         assert bool(x.any()) == moves
 
 
-def test_a_mark_that_is_not_passed_in_time() -> None:
+def test_an_event_that_is_not_reached_in_time() -> None:
     class Never:
-        def passed(self) -> bool:
+        def query(self) -> bool:
             return False
 
-    assert wait_for(OneAfterTheOther().mark(), 0.0)
+    assert wait_for(SynchronousStreams().record_event(), 0.0)
     assert not wait_for(Never(), 0.01)
 
 
@@ -126,7 +126,7 @@ def test_lanes_are_chosen_by_the_device_and_by_name(monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv("THINWIRE_LANE", raising=False)
     assert streams_of(CPU) is None
     monkeypatch.setenv("THINWIRE_LANE", "stream")
-    assert isinstance(streams_of(CPU), OneAfterTheOther)
+    assert isinstance(streams_of(CPU), SynchronousStreams)
     monkeypatch.setenv("THINWIRE_LANE", "steam")
     with pytest.raises(ValueError, match="THINWIRE_LANE='steam': expected 'stream'"):
         streams_of(CPU)
@@ -186,8 +186,8 @@ def test_nobody_imports_triton_without_a_gpu() -> None:
 
 def of_gloo(rank: int, world_size: int) -> str:
     with pytest.raises(ValueError, match="cuda") as caught:
-        Peers.of(None).refuse_group_without(CUDA)
-    Peers.of(None).refuse_group_without(CPU)
+        Peers.of(None).check_backend(CUDA)
+    Peers.of(None).check_backend(CPU)
     return str(caught.value)
 
 

@@ -71,39 +71,37 @@ def test_nodes_are_those_of_the_launcher(
         found = chosen(topology, size, rank)
         assert found.nodes == nodes
         assert found.nodes[found.node][found.own_slice] == rank
-        assert found.complaint is None
+        assert found.problem is None
         assert (found.workers, found.slices) == (len(nodes), len(nodes[0]))
 
 
 @pytest.mark.parametrize("topology", ["auto", "hierarchical"])
 @pytest.mark.parametrize("text", ["many", "", "0", "-2", "2.0", " 2"])
-def test_a_local_world_size_that_is_no_number_is_a_complaint(
+def test_a_local_world_size_that_is_no_number_is_a_problem(
     monkeypatch: pytest.MonkeyPatch, topology: Choice, text: str
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", text)
-    complaint = chosen(topology, 2).complaint
-    assert complaint == f"LOCAL_WORLD_SIZE={text!r}: expected the number of ranks on this node"
+    problem = chosen(topology, 2).problem
+    assert problem == f"LOCAL_WORLD_SIZE={text!r}: expected the number of ranks on this node"
 
 
 @pytest.mark.parametrize("topology", ["auto", "hierarchical"])
 @pytest.mark.parametrize(("local", "size", "listed"), [("2", 3, "2, 1"), ("3", 4, "3, 1"), ("4", 10, "4, 4, 2")])
-def test_uneven_nodes_are_a_complaint(
+def test_uneven_nodes_are_a_problem(
     monkeypatch: pytest.MonkeyPatch, topology: Choice, local: str, size: int, listed: str
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
     for rank in range(size):
-        complaint = chosen(topology, size, rank).complaint
-        assert complaint is not None
-        assert complaint.startswith(
-            f"topology={topology!r} with LOCAL_WORLD_SIZE={local}: the nodes have {listed} ranks"
-        )
-        assert complaint.endswith("or use topology='flat'")
+        problem = chosen(topology, size, rank).problem
+        assert problem is not None
+        assert problem.startswith(f"topology={topology!r} with LOCAL_WORLD_SIZE={local}: the nodes have {listed} ranks")
+        assert problem.endswith("or use topology='flat'")
 
 
-def test_hierarchical_without_a_launcher_is_a_complaint() -> None:
-    complaint = chosen("hierarchical", 2).complaint
-    assert complaint is not None
-    assert "LOCAL_WORLD_SIZE is not set: launch with torchrun, or give mesh=" in complaint
+def test_hierarchical_without_a_launcher_is_a_problem() -> None:
+    problem = chosen("hierarchical", 2).problem
+    assert problem is not None
+    assert "LOCAL_WORLD_SIZE is not set: launch with torchrun, or give mesh=" in problem
 
 
 def test_an_unknown_topology_is_refused() -> None:
@@ -133,14 +131,14 @@ def test_a_process_group_has_the_nodes_of_its_members(
     assert found.nodes[found.node][found.own_slice] == len(members) - 1
 
 
-def test_members_that_are_unevenly_spread_are_a_complaint(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_members_that_are_unevenly_spread_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with world(4, rank=1):
         group = dist.new_group([1, 2, 3])
         assert isinstance(group, dist.ProcessGroup)
         found = choose("auto", None, Peers.of(group))
-    assert found.complaint is not None
-    assert "the nodes have 1, 2 ranks" in found.complaint
+    assert found.problem is not None
+    assert "the nodes have 1, 2 ranks" in found.problem
 
 
 # A mesh --------------------------------------------------------------------------------------------------------------
@@ -160,7 +158,7 @@ def test_a_mesh_has_a_row_a_node(monkeypatch: pytest.MonkeyPatch, topology: Choi
         found = by_mesh(topology, ranks, rank)
         assert found.nodes == tuple(map(tuple, ranks))
         assert found.nodes[found.node][found.own_slice] == rank
-        assert found.complaint is None
+        assert found.problem is None
 
 
 def test_a_mesh_of_one_node_is_flat_unless_asked_for() -> None:
@@ -172,9 +170,9 @@ def test_a_mesh_of_one_node_is_flat_unless_asked_for() -> None:
     ("topology", "ranks", "message"),
     [
         ("flat", [[0, 1], [2, 3]], "mesh= is given, but topology='flat' has no nodes"),
-        ("auto", [0, 1, 2, 3], "mesh has 1 dimensions: expected 2, nodes and ranks a node"),
+        ("auto", [0, 1, 2, 3], "mesh has 1 dimensions: expected 2, nodes and ranks per node"),
         ("auto", [[[0, 1], [2, 3]]], "mesh has 3 dimensions: expected 2"),
-        ("hierarchical", [[0, 1]], r"mesh has ranks \[\[0, 1\]\], the optimizer's process group \[0, 1, 2, 3\]"),
+        ("hierarchical", [[0, 1]], r"mesh has ranks \[\[0, 1\]\], the process group \[0, 1, 2, 3\]"),
         ("auto", [[1, 0], [3, 2]], r"mesh has ranks \[\[1, 0\], \[3, 2\]\]: they must ascend along both dimensions"),
         ("auto", [[2, 3], [0, 1]], "they must ascend along both dimensions"),
         ("auto", [[0, 3], [1, 2]], "they must ascend along both dimensions"),

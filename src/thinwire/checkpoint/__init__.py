@@ -155,5 +155,5 @@ def _wire(optimizer: object) -> WireOptimizer:
             f"optimizer is {type(optimizer).__module__}.{type(optimizer).__name__}, expected one of thinwire's, for "
             "example thinwire.Birder"
         )
-    optimizer._peers.refuse_late_group()
+    optimizer._peers.check_initialized_first()
     return optimizer

@@ -11,13 +11,13 @@ from thinwire.compressors.codecs import AddingCodec
 from thinwire.compressors.dense import Dense
 from thinwire.kernels.ops import Kernels
 from thinwire.transport import packet
+from thinwire.transport.bucket_exchange import BucketExchange, Presence
 from thinwire.transport.buffers import Part
-from thinwire.transport.exchange import Job
-from thinwire.transport.lanes import Channel, Presence, Transport
+from thinwire.transport.channel import Channel
 from thinwire.transport.layout import Layout, bucket_elements
 from thinwire.transport.memory import HOST
-from thinwire.transport.node import Node
 from thinwire.transport.topology import Topology
+from thinwire.transport.transport import Transport
 
 
 class Sum:
@@ -60,32 +60,25 @@ class Sum:
         )
         self._dense = Dense(kernels)
         self._channel = Channel(self._dense, layout, topology, channel)
-        self._node: Node | None = None
-
-    def disconnect(self) -> None:
-        """Forget the connections over which packets have travelled."""
-        self._channel.disconnect()
-        self._node = None
 
     def exchange(self, transport: Transport, step: int, flags: int) -> int:
         """Average over all ranks, which must all do so in this step; the flags seen."""
-        link, buffers = transport.link, self._channel.buffers
-        if link.node_connection is not None and self._node is None:
-            self._node = Node(buffers, self._topology, link.node_connection, torch.float32, self._kernels, link.meter)
+        channel, buffers, meter = self._channel, self._channel.buffers, transport.meter
         presence = Presence(len(buffers.frames))
-        transport.begin(self._channel, self._node, step)
-        encode_mean = None if self._node is None else self._encode_mean
+        transport.begin(channel, step)
+        node = transport.node
+        encode_mean = None if node is None else self._encode_mean
         for part in buffers.parts[0]:
             bucket = part.frame.bucket
             presence.now[bucket.index] = part.presence
-            if self._node is None:
-                with link.meter.encode:
+            if node is None:
+                with meter.encode:
                     self._dense.encode(part, self._floats, 1.0)
             else:
-                self._node.stage(0, bucket, self._floats, 1.0)
-            transport.submit(Job(part.frame, step, flags), presence, encode_mean, gradients=True)
-        with link.meter.exposed_wait:
-            transport.drain()
+                node.stage(0, bucket, self._floats, 1.0)
+            transport.submit(BucketExchange(channel, part.frame, step, flags, presence, encode_mean))
+        with meter.exposed_wait:
+            transport.wait()
         for part in buffers.parts[0]:
             for _, start, count, byte, *_ in part.down_runs.tolist():
                 self._floats[start : start + count] = buffers.answers[byte : byte + 4 * count].view(torch.float32)

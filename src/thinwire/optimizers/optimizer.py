@@ -224,13 +224,13 @@ class WireOptimizer(Optimizer):
                 f"this {type(self).__name__} is closed: make a new one, and load its state_dict(). A model that was "
                 "attached needs a new DistributedDataParallel around its module"
             )
-        self._peers.refuse_late_group()
+        self._peers.check_initialized_first()
         self._names = names or self._names
         state_dicts.refuse_changed(self, thoroughly=True)
         name = require_agreement(self._peers, describe(self, self._names))
         self._agreed = True
-        if self._topology.complaint is not None:
-            raise ValueError(self._topology.complaint)
+        if self._topology.problem is not None:
+            raise ValueError(self._topology.problem)
         if not self._session.connected:
             self._session.connect(name)
 
@@ -246,9 +246,7 @@ class WireOptimizer(Optimizer):
 
     def _disconnect(self) -> None:
         """End threads and connections until `_prepare` makes new ones."""
-        if self._session.connected:
-            self._session.disconnect()
-            self._rule.disconnect()
+        self._session.disconnect()
 
     # A step ----------------------------------------------------------------------------------------------------------
 
@@ -296,7 +294,7 @@ class WireOptimizer(Optimizer):
             together = rule.skips_together
             seen = session.wait(defer=rule.defers)
             flags = rule.settle(seen)
-            session.transport.refuse()
+            session.transport.check_refusal()
             # A rule may take a step all the same, or learn of other ranks' gradients only when it settles.
             self._overflowed = bool((seen | flags) & packet.NONFINITE)
             if flags & packet.NONFINITE:
@@ -359,7 +357,7 @@ class WireOptimizer(Optimizer):
         self._session.encode_rest(self._encoder)
         self._read_outcomes()
         if self._session.connected:
-            self._session.transport.drain()
+            self._session.transport.wait()
 
     # Replicas --------------------------------------------------------------------------------------------------------
 

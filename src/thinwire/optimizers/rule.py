@@ -230,9 +230,6 @@ class UpdateRule(abc.ABC):
             anchors: as `anchors`, of the old workers.
         """
 
-    def disconnect(self) -> None:
-        """Forget connections of the rule's own."""
-
     # Metrics ---------------------------------------------------------------------------------------------------------
 
     def contraction(self) -> float:

@@ -88,7 +88,7 @@ class ReplicaCheck:
             if len(set(peers.gather_integer(int.from_bytes(digest, "little", signed=True), stage, step))) > 1:
                 self._name_what_differs(optimizer, step, peers.gather(checksums, stage, step))
         except PeerLost as lost:
-            optimizer._session.transport.stop(lost)
+            optimizer._session.transport.abort(lost)
             raise
 
     def _name_what_differs(self, optimizer: WireOptimizer, step: int, of_ranks: list[list[int]]) -> None:

@@ -210,12 +210,6 @@ class SketchedAMSGradRule(UpdateRule):
         """See `UpdateRule`."""
         return {"v": self._v, "peak": self._peak}
 
-    def disconnect(self) -> None:
-        """See `UpdateRule`."""
-        for each in (self._sketches, self._values):
-            if each is not None:
-                each.disconnect()
-
     def channel(self) -> str:
         """See `UpdateRule`. Only sketches and picked values leave the node, by exchanges of their own."""
         return LOCAL

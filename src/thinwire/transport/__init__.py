@@ -1,1 +1,4 @@
-"""How packed vectors get to the other ranks: layout, packets, the two rounds, and the lanes that run them."""
+"""Exchanges packets between ranks: layout, packet buffers, topology, and a transport for CPUs and one for GPUs.
+
+`thinwire.transport.transport` has the interface and a sketch of its use. Nothing here depends on an optimizer.
+"""

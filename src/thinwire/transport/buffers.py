@@ -1,8 +1,8 @@
-"""The packets of all buckets: one allocation for what is sent and one for the answers, made once.
+"""The packet buffers of a channel: one allocation for the packets that are sent and one for the answers, made once.
 
-A packet is a header, the compressor's words, and one presence bit per parameter of the bucket. Kernels reach the bits
-of a parameter through *runs* (see `thinwire.kernels.reference`), so that a parameter's part of a bucket costs one call,
-however many packets it spans.
+A packet is a header, the words of the compressor, and one presence bit per parameter of the bucket. Kernels reach the
+bits of a parameter through *runs* (see `thinwire.kernels.reference`), so that a parameter's part of a bucket costs one
+call, however many packets it spans.
 """
 
 from __future__ import annotations
@@ -24,65 +24,73 @@ MAX_CHANNELS = 4
 
 @dataclass(frozen=True)
 class Payload:
-    """How many words a compressor puts into a packet for a shard of so many words, and how many bits of them an element
-    has, those of further planes not counted."""
+    """The sizes of a compressor's packets."""
 
     up_words: Callable[[int], int]
+    """The words of a packet to an owner, given the words of the shard."""
     down_words: Callable[[int], int]
+    """The words of an answer, given the words of the shard."""
     element_bits: int = 1
+    """The bits per element in the first plane of a packet."""
     in_place: bool = False
-    """For packets as large as the gradients themselves: an answer takes the place of the packet that it answers, which
-    is gone by then, and buckets are received one after the other in the same room. Up and down must be equally long."""
+    """For packets as large as the gradients: an answer replaces the packet that it answers, which has been sent by
+    then, and all buckets are received in the same memory, one after another. Packets up and down must be equally long.
+    """
 
 
 @dataclass(frozen=True)
 class Frame:
-    """Where one bucket's packets lie: `(packets, bytes)` views of the buffers, and offsets within a packet."""
+    """The packets of one bucket: `(packets, bytes)` views of the buffers, and offsets."""
 
     bucket: Bucket
     sent: Tensor
-    """A packet for each owner of a shard of this rank's slice."""
+    """One packet to each owner of a shard of this rank's slice."""
     answers: Tensor
-    """An answer for every shard of the bucket."""
+    """One answer per shard of the bucket."""
     own_answers: Tensor
-    """Those for the shards of this rank's slice."""
+    """The answers for the shards of this rank's slice."""
     received: Tensor
-    """A packet from each worker for the shard that this rank owns."""
+    """One packet from each worker, for the shard that this rank owns."""
     sent_at: int
-    """The byte at which this bucket's packets begin, in the memory of those sent."""
+    """The byte of `PacketBuffers.sent` at which `sent` begins."""
     answers_at: int
+    """The byte of `PacketBuffers.answers` at which `answers` begins."""
     up_presence: int
-    """The byte within an up packet at which the presence bits begin."""
+    """The byte of a packet in `sent` at which its presence bits begin."""
     down_presence: int
+    """The same for a packet in `answers`."""
     presence_words: int
     up_tag: int
-    """Of messages with this bucket's packets. Other channels have other tags: a rank that is in another stage than its
-    peers waits until the timeout. A message that is longer than the room for it would end the process, inside gloo."""
+    """The tag of messages with packets of this bucket. Every channel has its own tags, so a rank that is in another
+    stage than its peers waits until the timeout. With equal tags gloo would end the process when it received a message
+    that is longer than the buffer."""
     down_tag: int
+    """The tag of messages with answers."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What a parameter has in one bucket."""
+    """The elements that one parameter has in one bucket."""
 
     index: int
-    """Its number among all parts."""
+    """The number of this part among all parts."""
     frame: Frame
     up_runs: Tensor
-    """Where its bits stand in `PacketBuffers.sent`; only those of this rank's slice. In a hierarchical topology
-    `in_param` counts from the start of that slice, because the gradient that is encoded is the node's mean of it."""
+    """Where the bits of its elements are in `PacketBuffers.sent`, for the elements of this rank's slice. In a
+    hierarchical topology `in_param` counts from the start of the slice, because the encoded gradient is the node's mean
+    of that slice."""
     down_runs: Tensor
-    """Where their answers stand in `PacketBuffers.answers`."""
+    """Where the answers for all its elements are in `PacketBuffers.answers`."""
     presence: int
-    """Its presence bit, in place."""
+    """The presence bit of the parameter, shifted to its place."""
 
 
 class PacketBuffers:
-    """Buffers and addresses for the packets of a layout.
+    """The memory of all packets of a channel.
 
     Args:
         layout: the flat space.
-        payload: what packets carry.
+        payload: the sizes of the packets.
         alone: whether there are no other workers.
         channel: the number of the channel among those that share connections, below `MAX_CHANNELS`.
     """
@@ -91,7 +99,7 @@ class PacketBuffers:
         assert 0 <= channel < MAX_CHANNELS
         self.layout = layout
         self.commit_tag = MAX_CHANNELS * 2 * len(layout.buckets) + channel
-        """Of the messages at the end of an exchange."""
+        """The tag of the commit round."""
         geometry: list[tuple[Bucket, int, int, int]] = []
         for bucket in layout.buckets:
             presence = -(-len(bucket.slots) // WORD)
@@ -100,14 +108,15 @@ class PacketBuffers:
             geometry.append((bucket, up, down, presence))
         n, shards = layout.workers, layout.workers * layout.slices
         self._element_bits = payload.element_bits
-        self.one_room = payload.in_place and not alone
-        """Whether all buckets are received in the same place, so that one must be answered before the next comes."""
+        self.shared_receive = payload.in_place and not alone
+        """Whether all buckets are received in the same memory. A bucket must then be answered before the packets of the
+        next one may arrive."""
         self.answers = untouched_zeros(shards * sum(down for _, _, down, _ in geometry), torch.uint8, layout.device)
         up_sizes = [n * up for _, up, _, _ in geometry]
         self.sent = self.answers if payload.in_place else untouched_zeros(sum(up_sizes), torch.uint8, layout.device)
-        # A worker without peers reads what it has "sent".
-        room = max(up_sizes, default=0) if payload.in_place else sum(up_sizes)
-        self._received = self.sent if alone else untouched_zeros(room, torch.uint8, layout.device)
+        # A worker without peers reads its own packets where they are.
+        size = max(up_sizes, default=0) if payload.in_place else sum(up_sizes)
+        self._received = self.sent if alone else untouched_zeros(size, torch.uint8, layout.device)
         on_host = layout.device.type == "cpu"
         self.sent_memory = memory_of(self.sent) if on_host else memoryview(b"")
         self.answers_memory = memory_of(self.answers) if on_host else memoryview(b"")
@@ -121,7 +130,7 @@ class PacketBuffers:
             if payload.in_place:
                 sent_at = answers_at + bucket.own_shards.start * down
             sent = own_answers if payload.in_place else self.sent[sent_at : sent_at + n * up].view(n, up)
-            received_at = 0 if self.one_room else sent_at
+            received_at = 0 if self.shared_receive else sent_at
             frame = Frame(
                 bucket=bucket,
                 sent=sent,
@@ -140,20 +149,20 @@ class PacketBuffers:
             sent_at += n * up
             answers_at += shards * down
         self.parts: list[list[Part]] = []
-        """For every parameter, in flat order, its part of each bucket that it reaches into."""
+        """For every parameter, in flat order, its parts in order of buckets."""
         count = 0
         for position, slot in enumerate(layout.slots):
             self.parts.append(self._parts(position, slot, count))
             count += len(self.parts[-1])
         self.contents: list[list[tuple[int, Part]]] = [[] for _ in self.frames]
-        """For every bucket the parts that it consists of, and the positions of their parameters."""
+        """For every bucket its parts, each with the position of its parameter."""
         for position, parts in enumerate(self.parts):
             for part in parts:
                 self.contents[part.frame.bucket.index].append((position, part))
 
     @property
     def memory(self) -> tuple[Tensor, ...]:
-        """All that packets are in."""
+        """The tensors that hold packets."""
         return self.sent, self.answers, self._received
 
     def _parts(self, position: int, slot: Slot, first: int) -> list[Part]:
@@ -180,7 +189,7 @@ class PacketBuffers:
         return [piece.start, piece.start - start, count, byte, plane_bytes, bucket.shard_number(piece.shard)]
 
     def write_presence(self, frame: Frame, bits: int) -> None:
-        """Put the presence bits of a bucket into all its packets."""
+        """Write the presence bits of a bucket into all its packets, on the host."""
         data = bits.to_bytes(WORD_BYTES * frame.presence_words, "little")
         size = frame.sent.shape[1]
         for row in range(frame.sent.shape[0]):
@@ -188,21 +197,30 @@ class PacketBuffers:
             self.sent_memory[at : at + len(data)] = data
 
     def fill_presence(self, frame: Frame, bits: int) -> None:
-        """The same for packets on a device, which a host can only fill with numbers."""
+        """Write the presence bits of a bucket into all its packets, on a device."""
         if self._filled[frame.bucket.index] == bits and not self._overwritten:
-            return  # as a rule: what has a gradient in one step has one in the next
+            return  # the usual case: the same parameters have gradients in every step
         self._filled[frame.bucket.index] = bits
         at = slice(frame.up_presence, frame.up_presence + WORD_BYTES * frame.presence_words)
         fill_words(frame.sent[:, at].view(torch.int64), bits)
 
     def read_presence(self, frame: Frame) -> int:
-        """Which parameters of a bucket have a gradient on some worker; every owner's answer says the same."""
+        """The presence bits in the answers of a bucket, which are equal in all of them."""
         at = frame.answers_at + frame.down_presence
         return int.from_bytes(self.answers_memory[at : at + WORD_BYTES * frame.presence_words], "little")
 
+    def present(self) -> list[int]:
+        """The positions of the parameters that have a gradient on some worker, as the answers have it."""
+        bits = [self.read_presence(frame) for frame in self.frames]
+        return [
+            position
+            for position, parts in enumerate(self.parts)
+            if parts and bits[parts[0].frame.bucket.index] & parts[0].presence
+        ]
+
 
 def fill_words(rows: Tensor, bits: int) -> None:
-    """Put the same bits into every row of words on a device."""
+    """Write the same bits into every row of words."""
     for i in range(rows.shape[1]):
         value = bits >> WORD * i & (1 << WORD) - 1
         rows[:, i] = value - (1 << WORD) if value >> WORD - 1 else value

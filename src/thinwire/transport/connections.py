@@ -1,16 +1,18 @@
-"""Process groups that nobody else knows of, so that their messages cannot mix with those of others.
+"""Private process groups. Nothing else uses them, so their messages cannot mix with those of the user.
 
-They are made without `torch.distributed.new_group`. That function names a group of some ranks by how many groups there
-are: ranks that have made or destroyed another number of groups, which garbage collection does at its own time, would
-wait for each other under different names, and a group that takes the name of one that was destroyed would find the old
-addresses in the store. These groups have a name that all members have agreed on and that is never used again, are in no
-registry, and end with the last reference to them. A `Connection` holds that reference.
+They are not made by `torch.distributed.new_group`, which names a group of some ranks by the number of existing groups.
+Ranks that have made or destroyed different numbers of groups, which garbage collection does at any time, would wait for
+each other under different names. And a group that gets the name of a destroyed one would find the old addresses in the
+store. The groups here have a name that all members have agreed on and that is never used again. They are in no registry
+and end with the last reference to them, which a `Connection` holds.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -18,15 +20,19 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup
 from torch.distributed.distributed_c10d import _get_default_store
 
+from thinwire.transport.memory import HOST
+
 DESCRIPTION = "thinwire"
-"""Of our groups, in torch's logs and for those who count bytes."""
+"""Marks these groups in torch's logs and for tools that count bytes."""
+_SHORT_TIMEOUT = timedelta(milliseconds=1)
+_UNUSED_TAG = (1 << 31) - 1
 
 
 class Connection:
-    """A process group until it is closed. Senders and receivers hold this, not the group, so closing it ends the group.
+    """A process group that can be closed. Senders and receivers hold the connection, so closing it ends the group.
 
     Args:
-        group: nothing else uses it.
+        group: used by nothing else.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -39,29 +45,67 @@ class Connection:
         """The group.
 
         Raises:
-            RuntimeError: when it is closed.
+            RuntimeError: the connection is closed.
         """
         if self._group is None:
             raise RuntimeError("the connection to other ranks is closed")
         return self._group
 
-    @property
-    def current(self) -> ProcessGroup | None:
-        """The group; None when it is closed."""
-        return self._group
+    def abort(self) -> None:
+        """End all waits in the group, on all its members."""
+        group = self._group
+        if group is not None:
+            abort_group(group)
 
     def close(self) -> None:
-        """Let go of the group, which ends when no message is under way in it any more."""
+        """Drop the group. It ends when its last message is complete."""
         self._group = None
         self._shut_down()
 
 
+@dataclass(frozen=True)
+class Connections:
+    """The connections of one rank."""
+
+    slice: Connection | None
+    """To the ranks that work on the same slice in other nodes; None if there is one worker."""
+    node: Connection | None
+    """To the other ranks of the node; None in a flat topology."""
+
+    @property
+    def all(self) -> list[Connection]:
+        """Those that exist."""
+        return [each for each in (self.slice, self.node) if each is not None]
+
+    def close(self) -> None:
+        """Close all of them."""
+        for connection in self.all:
+            connection.close()
+
+
 def _shut_down(group: ProcessGroup) -> None:
-    """End what does not end with the last reference: a communicator of NCCL is only ever destroyed on demand."""
+    """Destroy NCCL communicators, which do not end with the last reference to their group."""
     for device in group._device_types:
         backend = group._get_backend(device)
         if backend.name() == "nccl":
             backend.shutdown()
+
+
+def abort_group(group: ProcessGroup) -> None:
+    """Make all waits in a group fail at once, here and, because connections close, on its other members."""
+    for device in group._device_types:
+        backend = group._get_backend(device)
+        if backend.name() in ("nccl", "virtual"):
+            backend.abort()  # may leave incomplete data in a receive buffer; checksums detect that
+    if HOST not in group._device_types:
+        return
+    for member in range(group.size()):
+        if member != group.rank():
+            # gloo has no abort(). But a wait that times out closes all connections of its group.
+            with suppress(RuntimeError):
+                work = group.recv([torch.empty(1, dtype=torch.uint8, device=HOST)], member, _UNUSED_TAG)
+                assert work is not None, "this rank is a member of the group"
+                work.wait(_SHORT_TIMEOUT)
 
 
 def private_group(
@@ -70,9 +114,9 @@ def private_group(
     """Connect some ranks. All of them call this at the same time.
 
     Args:
-        ranks: of the members in the default group.
+        ranks: the members' ranks in the default group.
         own: the position of this rank among them.
-        name: the same on all members, and never used before.
+        name: equal on all members, and never used before.
         backend: "gloo" or "nccl".
         device: the kind of device that the group serves.
         timeout: how long members wait for each other; None for the backend's default.
@@ -93,6 +137,6 @@ def private_group(
     group._register_backend(torch.device(device.type), kind, made)
     group._set_group_desc(DESCRIPTION)
     if backend == "gloo":
-        # A member that closes its connections at once must not do so while another is still connecting.
+        # A member that closes its connections right away must not do so while another still connects.
         group.barrier().wait()
     return group

@@ -1,8 +1,7 @@
-"""A lane: one thread that does its part of the exchange for bucket after bucket, in the order in which it gets them.
+"""A lane: a thread that performs one stage of the exchange for bucket after bucket, in the order of submission.
 
-Whoever starts exchanges from callbacks of futures gets whatever order the callbacks run in, another one on every rank.
-Threads that hand buckets on to each other keep their order, and while they wait for the network they hold neither the
-GIL nor a core.
+Callbacks of futures run in an order that differs from rank to rank, and so would exchanges that they start. Threads
+that pass buckets to each other keep the order. While they wait for the network they hold neither the GIL nor a core.
 """
 
 from __future__ import annotations
@@ -15,51 +14,50 @@ from types import TracebackType
 
 from thinwire.errors import CorruptPacket, PeerLost
 
-Job = Callable[[], None]
+Task = Callable[[], None]
 
-_A_WHILE = 1.0
-"""Seconds."""
+_POLL_SECONDS = 1.0
 
 
 class Failure:
-    """The first exception that stopped one of the lanes that share this, and with it all of them.
+    """The first exception in any of the lanes that share this object. It stops all of them.
 
     Args:
-        then: what to do when a lane has failed, so that the others do not wait in vain.
+        on_stop: called when a lane has failed, so that no rank waits for it.
     """
 
-    def __init__(self, then: Sequence[Callable[[], None]] = ()) -> None:
+    def __init__(self, on_stop: Sequence[Callable[[], None]] = ()) -> None:
         self.exception: BaseException | None = None
         self._traceback: TracebackType | None = None
         self._lock = threading.Lock()
-        self._then = then
+        self._on_stop = on_stop
 
-    def note(self, exception: BaseException) -> None:
-        """Remember an exception, if it is the first, or the first that tells more than that there was one."""
+    def record(self, exception: BaseException) -> None:
+        """Keep the first exception. One that names a cause replaces a `PeerLost` that is only a consequence."""
         with self._lock:
             if self.exception is None or (_is_secondhand(self.exception) and not _is_secondhand(exception)):
                 self.exception, self._traceback = exception, exception.__traceback__
 
     def stop(self, exception: BaseException) -> None:
-        """Remember an exception, and see to it that nobody waits for what will not come any more."""
-        self.note(exception)
-        for call in self._then:
+        """Record an exception, and end the waits of this and other ranks."""
+        self.record(exception)
+        for call in self._on_stop:
             call()
 
     def check(self) -> None:
-        """Raise if there is one, now and ever after, because ranks may have parted.
+        """Raise the recorded exception, if there is one, at every call: replicas may have diverged.
 
         Raises:
-            PeerLost: if it is one, with the traceback of the lane.
+            PeerLost: as recorded, with the traceback of the lane.
             CorruptPacket: the same.
-            RuntimeError: from any other.
+            RuntimeError: from any other exception.
         """
         if isinstance(self.exception, (PeerLost, CorruptPacket)):
-            # As it was noted: a traceback grows by every raise.
+            # With the recorded traceback, because every raise adds to it.
             raise self.exception.with_traceback(self._traceback)
         if self.exception is not None:
-            told = str(self.exception) or repr(self.exception)
-            raise RuntimeError(f"thinwire's exchange failed: {told}") from self.exception
+            message = str(self.exception) or repr(self.exception)
+            raise RuntimeError(f"thinwire's exchange failed: {message}") from self.exception
 
 
 def _is_secondhand(exception: BaseException) -> bool:
@@ -67,9 +65,9 @@ def _is_secondhand(exception: BaseException) -> bool:
 
 
 class Lane:
-    """Runs jobs in order, on a thread of its own, or at once on the caller's when `threaded` is false.
+    """Runs tasks in order: on its own thread, or inside `submit` if `threaded` is false.
 
-    The first job that raises stops the lane, and all others that share its `failure`: later jobs are dropped.
+    The first task that raises stops the lane and all others that share its `failure`. Later tasks are dropped.
     """
 
     _closed = False
@@ -78,54 +76,54 @@ class Lane:
         self._failure = failure or Failure()
         self._threaded = threaded
         if threaded:
-            # The garbage collector may find a forgotten lane at any moment, even while the lane's own thread is inside
-            # the queue. Only a SimpleQueue can be put something into then; a Queue would wait for itself.
-            self._jobs: queue.SimpleQueue[Job | threading.Event | None] = queue.SimpleQueue()
-            # The thread knows neither the lane nor, for long, its failure, whose traceback knows the owner of the lane:
-            # what is forgotten is collected, and the thread ends.
-            arguments = (self._jobs, weakref.ref(self._failure))
-            self._thread = threading.Thread(target=_work, args=arguments, name="thinwire-lane", daemon=True)
+            # The garbage collector may finalize an unreferenced lane at any moment, even while the lane's own thread is
+            # inside the queue. `SimpleQueue.put` is reentrant; `Queue.put` would deadlock.
+            self._tasks: queue.SimpleQueue[Task | threading.Event | None] = queue.SimpleQueue()
+            # The thread holds no reference to the lane, and none to its failure for long, whose traceback refers to the
+            # owner of the lane. So the owner can be collected, and the thread ends.
+            arguments = (self._tasks, weakref.ref(self._failure))
+            self._thread = threading.Thread(target=_run_tasks, args=arguments, name="thinwire-lane", daemon=True)
             self._thread.start()
-            farewell = weakref.finalize(self, self._jobs.put, None)
-            # Not when the interpreter exits: a thread that is woken then, and not waited for, races with the teardown
-            # of Python, and CPython ends threads that lose that race by unwinding torch's C++ frames: std::terminate.
-            farewell.atexit = False
+            finalizer = weakref.finalize(self, self._tasks.put, None)
+            # Not at the exit of the interpreter: a thread that wakes up then, with no one joining it, races with the
+            # teardown of Python. CPython unwinds the C++ frames of threads that lose the race: std::terminate.
+            finalizer.atexit = False
 
-    def submit(self, job: Job) -> None:
-        """Append a job."""
+    def submit(self, task: Task) -> None:
+        """Append a task."""
         if self._closed:
             return
         if self._threaded:
-            self._jobs.put(job)
+            self._tasks.put(task)
         elif self._failure.exception is None:
             try:
-                job()
-            except Exception as exception:  # but not Ctrl-C, which is the caller's
+                task()
+            except Exception as exception:  # but not KeyboardInterrupt, which belongs to the caller
                 self._failure.stop(exception)
 
     def wait(self) -> None:
-        """Return when all jobs are done.
+        """Return when all tasks are done.
 
         Raises:
-            RuntimeError: from the exception of the job that failed.
+            RuntimeError: from the exception of the task that failed.
         """
         self.drain()
         self._failure.check()
 
     def drain(self) -> None:
-        """Return when all jobs are done or dropped."""
+        """Return when all tasks are done or dropped."""
         if self._threaded and not self._closed:
             reached = threading.Event()
-            self._jobs.put(reached)
-            while not reached.wait(_A_WHILE):
+            self._tasks.put(reached)
+            while not reached.wait(_POLL_SECONDS):
                 if not self._thread.is_alive():
-                    raise RuntimeError("a lane of thinwire has ended before its jobs were done")
+                    raise RuntimeError("a lane of thinwire has ended before its tasks were done")
 
-    def close(self, patience: float | None = None) -> bool:
-        """Do what there is to do, and end the thread; later jobs are dropped.
+    def close(self, seconds: float | None = None) -> bool:
+        """Run the tasks that were submitted, and end the thread. Later tasks are dropped.
 
         Args:
-            patience: how many seconds that may take; None for any number.
+            seconds: how long to wait for that; None for no limit.
 
         Returns:
             Whether the thread has ended.
@@ -135,26 +133,27 @@ class Lane:
             return True
         if not self._closed:
             self._closed = True
-            self._jobs.put(None)
-        self._thread.join(patience)
+            self._tasks.put(None)
+        self._thread.join(seconds)
         return not self._thread.is_alive()
 
 
-def _work(jobs: queue.SimpleQueue[Job | threading.Event | None], failure_of_lane: weakref.ref[Failure]) -> None:
-    forgotten = Failure()  # when the lane is gone nobody will ask, but the last jobs run: other ranks count on them
-    while (job := jobs.get()) is not None:
-        if isinstance(job, threading.Event):
-            job.set()
+def _run_tasks(tasks: queue.SimpleQueue[Task | threading.Event | None], failure_of_lane: weakref.ref[Failure]) -> None:
+    # When the lane has been collected, the last tasks still run, because other ranks wait for their messages.
+    own_failure = Failure()
+    while (task := tasks.get()) is not None:
+        if isinstance(task, threading.Event):
+            task.set()
         else:
-            _run(job, failure_of_lane() or forgotten)
-        # A job holds the optimizer, and whoever waits may be about to let go of it.
-        del job
+            _run(task, failure_of_lane() or own_failure)
+        # A task refers to the owner of the lane, who may be about to drop it.
+        del task
 
 
-def _run(job: Job, failure: Failure) -> None:
+def _run(task: Task, failure: Failure) -> None:
     if failure.exception is not None:
         return
     try:
-        job()
-    except BaseException as exception:  # raised again, on the thread that waits
+        task()
+    except BaseException as exception:  # raised again on the thread that waits
         failure.stop(exception)

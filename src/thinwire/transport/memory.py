@@ -1,4 +1,4 @@
-"""Memory of tensors, as bytes, and such that is not there before something is written to it."""
+"""The memory of tensors as bytes, and zeros that take no memory until they are written."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 HOST = torch.device("cpu")
-"""Where everything is that is the host's own, whatever torch's default device is."""
+"""For tensors of the host, whatever torch's default device is."""
 
 
 def untouched_zeros(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """As torch.zeros, which writes all of them: for what one stage of an optimizer needs and another does not.
+    """Like torch.zeros, but memory is used only where it is written: for tensors that only one stage of a run needs.
 
-    The system gives out pages of zeros as they are first written, and takes all of them back with the tensor. A GPU has
-    no such pages: there they are zeros from the start.
+    The system provides zero pages on the first write and takes all of them back with the tensor. A GPU has no such
+    pages, so zeros are written at once there.
     """
     if not elements or device.type != "cpu":
         return torch.zeros(elements, dtype=dtype, device=device)
@@ -25,10 +25,10 @@ def untouched_zeros(elements: int, dtype: torch.dtype, device: torch.device) -> 
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor, without NumPy, which torch can do without. The caller keeps the tensor alive.
+    """The bytes of a contiguous tensor, without NumPy, which is optional for torch. The caller keeps the tensor alive.
 
     Raises:
-        ValueError: when the tensor is not on the CPU, not contiguous, or negated by torch when it is read.
+        ValueError: the tensor is not on the CPU, not contiguous, or has a negative or conjugate bit.
     """
     if not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj():
         raise ValueError(

@@ -1,7 +1,7 @@
-"""The header in front of every packet, and what is wrong when it is not the one that was expected.
+"""The header of every packet: how it is written, checked and reported.
 
-A worker that runs another version, is a step ahead or has another model would otherwise be averaged in silently, and so
-would bits that a network card, a cable or a memory has changed: TCP's own checksum misses one such error in 65,536.
+Without the checks, packets of another version, step or model would be averaged in silently. So would bits that a
+network card, a cable or memory has changed: TCP's own checksum misses one such error in 65,536.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ _CHECKSUM = struct.Struct(CHECKSUM_FORMAT)
 _REST = struct.Struct(FIELDS_FORMAT)
 
 _HINTS = {
-    "checksum": ": it is not as it was sent. Look for a faulty cable, network card or memory",
+    "checksum": ": the packet was changed on its way. Look for a faulty cable, network card or memory",
     "version": ": all ranks must run the same version of thinwire",
     "step": ": all ranks must call step() equally often and load checkpoints of the same step",
     "synchronize": ": all ranks must call synchronize() after the same step",
-    "layout": ": all ranks must give the optimizer the same parameters in the same order",
+    "layout": ": all ranks must have the same parameters in the same order",
 }
 
 
 class Packet:
-    """A row of memory that is sent or received as one message; made once, used at every step."""
+    """A row of memory that is sent or received as one message; made once, used in every step."""
 
     __slots__ = ("body", "memory")
 
     def __init__(self, row: Tensor) -> None:
         self.memory = memory_of(row)
         self.body = row[_CHECKSUM.size :]
-        """All that the checksum in front of it is about."""
+        """What the checksum covers."""
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a packet says about itself. In front of it stands the CRC-32C of everything else in the packet."""
+    """The fields of a header that differ between packets. A CRC-32C of the rest of the packet precedes them."""
 
     step: int
     bucket: int
@@ -57,13 +57,16 @@ class Header:
     flags: int
 
     def seal(self, packet: Packet, kernels: Kernels) -> None:
-        """Put the header and the checksum in front of a packet."""
+        """Write the header and the checksum of a packet."""
         fields = (MAGIC, VERSION, self.flags, self.sender, self.step, self.bucket, self.length, self.layout)
         _REST.pack_into(packet.memory, _CHECKSUM.size, *fields)
         _CHECKSUM.pack_into(packet.memory, 0, kernels.crc32c(packet.body))
 
     def check(self, packet: Packet, kernels: Kernels) -> int:
-        """The flags of a received packet, whose header must be this one but for NONFINITE and REFUSED.
+        """Compare the header of a received packet with this one, except NONFINITE and REFUSED.
+
+        Returns:
+            The flags of the packet.
 
         Raises:
             CorruptPacket: naming the first field that differs.
@@ -80,6 +83,33 @@ class Header:
         return flags
 
 
+class DeviceHeaders:
+    """Writes and checks headers on a device, as `Header` does on the host. Flags and errors go to the status words.
+
+    Args:
+        kernels: the backend.
+        layout: the fingerprint of the layout.
+        status: the status words of the device.
+    """
+
+    def __init__(self, kernels: Kernels, layout: int, status: Tensor) -> None:
+        self._kernels = kernels
+        self._layout = layout
+        self._status = status
+
+    def seal(self, packets: Tensor, step: int, bucket: int, flags: int, sender: int) -> None:
+        """Write the headers of packets, one per row."""
+        self._kernels.packet_seal(
+            packets, self._status, step=step, bucket=bucket, sender=sender, flags=flags, layout=self._layout
+        )
+
+    def check(self, packets: Tensor, step: int, bucket: int, flags: int, senders: Tensor, *, copies: int = 1) -> None:
+        """Check the headers of packets, one row per sender, of which each has so many copies."""
+        self._kernels.packet_check(
+            packets, senders, self._status, step=step, bucket=bucket, flags=flags, layout=self._layout, copies=copies
+        )
+
+
 def _unexpected(sender: int, step: int, bucket: int, name: str, got: int, want: int) -> CorruptPacket:
     return CorruptPacket(
         f"packet from rank {sender} for step {step}, bucket {bucket}: {name} is {got}, expected "
@@ -88,12 +118,12 @@ def _unexpected(sender: int, step: int, bucket: int, name: str, got: int, want: 
 
 
 def refused_by(rank: int, step: int) -> CorruptPacket:
-    """What to say of a packet that another rank could not accept."""
-    return CorruptPacket(f"rank {rank} refused a packet of step {step}: its own error says why")
+    """The error for a packet that another rank could not accept."""
+    return CorruptPacket(f"rank {rank} refused a packet of step {step}: see the error of that rank for the reason")
 
 
 def refusal_in(status: Sequence[int]) -> CorruptPacket | None:
-    """What a device has refused, if anything, told from the words of its status."""
+    """The error that the status words of a device describe, if any."""
     code = status[Status.CODE]
     if not code:
         return None
@@ -103,6 +133,6 @@ def refusal_in(status: Sequence[int]) -> CorruptPacket | None:
     if code == ABSENT:
         return CorruptPacket(
             f"ranks of this node have gradients for different parameters in step {step}, bucket {bucket}. On a GPU all "
-            "ranks of a node must have them for the same ones: use topology='flat'"
+            "ranks of a node must have gradients for the same parameters: use topology='flat'"
         )
     return _unexpected(sender, step, bucket, CHECKED[code - 1], status[Status.GOT], status[Status.WANT])

@@ -26,16 +26,16 @@ from thinwire.kernels import ops
 from thinwire.kernels.modes import Scale
 from thinwire.metrics import Meter
 from thinwire.transport import packet
+from thinwire.transport.bucket_exchange import BucketExchange, Presence
 from thinwire.transport.buffers import Part
+from thinwire.transport.channel import Channel
 from thinwire.transport.compressor import Compressor
-from thinwire.transport.device_node import DeviceNode
-from thinwire.transport.exchange import Job
-from thinwire.transport.lanes import AnyNode, Channel, LaneTransport, Link, Presence, Transport
 from thinwire.transport.layout import Layout, bucket_elements
-from thinwire.transport.node import Node
+from thinwire.transport.open_transport import open_transport
 from thinwire.transport.peers import Peers
-from thinwire.transport.side_stream import Side, StreamTransport
+from thinwire.transport.stream_transport import SideStream, StreamTransport
 from thinwire.transport.topology import Topology
+from thinwire.transport.transport import Transport
 
 LOCAL = "local"
 """The name of a channel whose packets stay inside the node."""
@@ -87,7 +87,7 @@ class Session:
         node_dtype: torch.dtype = torch.float32,
         meter: Meter | None = None,
     ) -> None:
-        peers.refuse_group_without(device)
+        peers.check_backend(device)
         self.peers = peers
         self.topology = topology
         self.layout = Layout(
@@ -98,7 +98,7 @@ class Session:
             own_slice=topology.own_slice,
             device=device,
         )
-        self.side = Side.of(self.layout)
+        self.side = SideStream.of(self.layout)
         """The side stream of the device; None on a CPU, where lanes are threads."""
         kernels = ops.backend(device)
         self.kernels = kernels if self.side is None else self.side.bind(kernels)
@@ -112,7 +112,9 @@ class Session:
     def open_channels(self, compressors: Mapping[str, Compressor]) -> None:
         """Allocate packet buffers for each compressor. The channel named LOCAL stays inside the node."""
         self.channels = {
-            name: Channel(compressor, self.layout, self.topology, number, local=name == LOCAL)
+            name: Channel(
+                compressor, self.layout, self.topology, number, local=name == LOCAL, node_dtype=self._node_dtype
+            )
             for number, (name, compressor) in enumerate(compressors.items())
         }
 
@@ -135,15 +137,8 @@ class Session:
         Raises:
             PeerLost: if a rank does not connect.
         """
-        peers, topology, device = self.peers, self.topology, self.layout.device
-        of_slice = peers.connect(topology.slice_ranks(), f"{name}/slice {topology.own_slice}", device)
-        of_node = peers.connect(topology.node_ranks(), f"{name}/node {topology.node}", device)
-        node: AnyNode | None = None
-        if of_node is not None:
-            arguments = (self.channel.buffers, topology, of_node, self._node_dtype, self.kernels, self.meter)
-            node = Node(*arguments) if self.side is None else DeviceNode(*arguments, self.side.report.status)
-        link = Link(of_slice, of_node, node, self.kernels, self.meter, threaded=peers.threaded)
-        self._transport = LaneTransport(link) if self.side is None else StreamTransport(link, self.side)
+        device = self.layout.device
+        self._transport = open_transport(self.peers, self.topology, name, device, self.kernels, self.meter, self.side)
 
     def disconnect(self) -> None:
         """End threads and connections until `connect` makes new ones.
@@ -154,8 +149,6 @@ class Session:
         if self._transport is not None:
             self._transport.close()
             self._transport = None
-            for channel in self.channels.values():
-                channel.disconnect()
 
     # One exchange ----------------------------------------------------------------------------------------------------
 
@@ -182,7 +175,7 @@ class Session:
         self.channel = self.channels[name]
         """The one that the exchange under way uses."""
         if self.channel.released:
-            self.channel.restore()
+            self.channel.allocate()
         self._under_way = False
         self._missing = [len(parts) for parts in self.channel.buffers.contents]
         self._submitted = 0
@@ -197,11 +190,12 @@ class Session:
         In a hierarchical topology the gradient is only staged. A lane encodes the mean over the node.
         """
         self.encoded[position] = True
-        transport, channel, node = self.transport, self.channel, self.transport.link.node
+        transport, channel = self.transport, self.channel
         if not self._under_way:
             self._under_way = True
             encoder.before_exchange()
-            transport.begin(channel, node, self.step)
+            transport.begin(channel, self.step)
+        node = transport.node
         for part in channel.buffers.parts[position]:
             bucket = part.frame.bucket
             if grad is not None:
@@ -222,11 +216,13 @@ class Session:
             return packet.NONFINITE if encoder.encode(position, part, grad, scale) else 0
 
     def _submit(self, bucket: int, encoder: Encoder) -> None:
-        job = Job(self.channel.buffers.frames[bucket], self.step, self.flags)
+        transport, frame = self.transport, self.channel.buffers.frames[bucket]
         encode_mean = None
-        if self.transport.link.node is not None:
+        if transport.node is not None:
             encode_mean = functools.partial(self._encode_mean, encoder.for_lanes())
-        self.transport.submit(job, self.presence, encode_mean, gradients=not self.repeating)
+        exchange = BucketExchange(self.channel, frame, self.step, self.flags, self.presence, encode_mean)
+        exchange.has_gradients = not self.repeating
+        transport.submit(exchange)
 
     def _encode_mean(self, encoder: Encoder, position: int, part: Part, mean: Tensor | None) -> int:
         return self._encode_part(encoder, position, part, mean, 1.0)
@@ -255,36 +251,30 @@ class Session:
                 later with `outcomes`.
 
         Raises:
-            PeerLost, CorruptPacket: as `Transport.drain`.
+            PeerLost, CorruptPacket: as `Transport.wait`.
         """
         assert self._submitted == len(self._missing), "all buckets are submitted"
         transport = self.transport
         if defer and isinstance(transport, StreamTransport) and self.side is not None:
-            self.side.unseen = True
+            self.side.deferred = True
             transport.join()
             return 0
         with self.meter.exposed_wait:
-            transport.drain()
+            transport.wait()
         return transport.flags_seen
 
     def present(self) -> list[int]:
         """The positions of the tensors that have a gradient on some worker; all of them if only the device knows."""
-        if isinstance(self._transport, StreamTransport):
-            return list(range(len(self.encoded))) if self.deferred else self._transport.present
-        buffers = self.channel.buffers
-        present = [buffers.read_presence(frame) for frame in buffers.frames]
-        return [
-            position
-            for position, parts in enumerate(buffers.parts)
-            if parts and present[parts[0].frame.bucket.index] & parts[0].presence
-        ]
+        if self.deferred:
+            return list(range(len(self.encoded)))  # gates on the device keep out those without a gradient
+        return self.transport.present(self.channel)
 
     # Deferred outcomes, on devices -----------------------------------------------------------------------------------
 
     @property
     def deferred(self) -> bool:
         """Whether the step under way, or the last one, was left to the device."""
-        return self.side is not None and self.side.unseen
+        return self.side is not None and self.side.deferred
 
     def outcomes(self) -> list[tuple[int, int, list[int]]]:
         """The step, flags and present positions of each deferred step whose outcome was not read yet.
@@ -293,9 +283,9 @@ class Session:
             PeerLost: if the device does not finish an exchange.
             CorruptPacket: on all ranks, if one of them refused a packet. Nothing was applied since.
         """
-        if not isinstance(self._transport, StreamTransport) or self.side is None or not self.side.unseen:
+        if not isinstance(self._transport, StreamTransport) or self.side is None or not self.side.deferred:
             return []
-        self.side.unseen = False
+        self.side.deferred = False
         found = self._transport.outcomes(before=self.step)
         return [(step, outcome.flags, outcome.present) for step, outcome in found]
 
@@ -306,8 +296,8 @@ class Session:
 
     def step_gate(self) -> Tensor | None:
         """On a device, a flag that is not 0 if a deferred step is taken; else None."""
-        return self.side.report.gate.open[-1] if self.side is not None and self.side.unseen else None
+        return self.side.report.gate.open[-1] if self.side is not None and self.side.deferred else None
 
     def overflow(self) -> Tensor | None:
         """On a device, 1.0 if a gradient of a deferred step was not finite on any rank, else 0.0; else None."""
-        return self.side.report.overflow() if self.side is not None and self.side.unseen else None
+        return self.side.report.overflow() if self.side is not None and self.side.deferred else None

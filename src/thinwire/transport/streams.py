@@ -1,4 +1,4 @@
-"""The order of work on a device, of which the host only tells, and for which it does not wait."""
+"""The two streams of a device: the current one, which computes gradients, and a side stream for exchanges."""
 
 from __future__ import annotations
 
@@ -12,42 +12,42 @@ import torch
 from torch import Tensor
 
 
-class Mark(Protocol):
-    """A moment in the work of a side stream."""
+class Event(Protocol):
+    """A point in the work of the side stream, such as `torch.cuda.Event`."""
 
-    def passed(self) -> bool:
-        """Whether the device has come to it."""
+    def query(self) -> bool:
+        """Whether the device has reached it."""
         ...
 
 
 class Streams(Protocol):
-    """Two queues of work on a device: the current stream, which computes gradients, and a side stream for exchanges."""
+    """The current stream and the side stream of a device. No method waits for the device."""
 
     def aside(self) -> AbstractContextManager[None]:
-        """Work inside is the side stream's, and begins when what the current one has been given so far is done."""
+        """Enqueue the work of the block on the side stream, after the work that the current stream has now."""
         ...
 
     def join(self) -> None:
-        """Let the current stream go on only after what the side stream has been given so far."""
+        """Make the current stream wait for the work that the side stream has now."""
 
-    def mark(self) -> Mark:
-        """The moment at which the side stream has done what it has been given so far."""
+    def record_event(self) -> Event:
+        """The point at which the side stream has done its present work."""
         ...
 
     def share(self, tensor: Tensor) -> None:
-        """Keep the memory of a tensor, once nobody holds it any more, from whoever comes next, until the side stream
-        has done what it was given by then."""
+        """Let the side stream use a tensor: when the tensor is freed, its memory is not reused before the side stream
+        has done the work that it has then."""
 
 
 class CudaStreams:
-    """Those of a GPU.
+    """The streams of a GPU.
 
     Args:
         device: the GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
-        # Of high priority: what others wait for goes before what only this rank does.
+        # High priority: other ranks wait for exchanges, and only this one for its gradients.
         self._side = torch.cuda.Stream(device, priority=-1)
         self._device = device
         self._forked, self._joined = torch.cuda.Event(), torch.cuda.Event()
@@ -65,27 +65,19 @@ class CudaStreams:
         self._joined.record(self._side)
         torch.cuda.current_stream(self._device).wait_event(self._joined)
 
-    def mark(self) -> Mark:
+    def record_event(self) -> Event:
         """See `Streams`."""
         event = torch.cuda.Event()
         event.record(self._side)
-        return _Passing(event)
+        return event
 
     def share(self, tensor: Tensor) -> None:
         """See `Streams`."""
         tensor.record_stream(self._side)
 
 
-class _Passing:
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
-
-    def passed(self) -> bool:
-        return self._event.query()
-
-
-class OneAfterTheOther:
-    """A CPU, where all work is done when the call that asks for it returns; to run what a GPU would without one."""
+class SynchronousStreams:
+    """A CPU in place of a GPU, to run `StreamTransport` without one: work is done when its call returns."""
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -95,46 +87,50 @@ class OneAfterTheOther:
     def join(self) -> None:
         """See `Streams`."""
 
-    def mark(self) -> Mark:
+    def record_event(self) -> Event:
         """See `Streams`."""
-        return _Passed()
+        return _ReachedEvent()
 
     def share(self, tensor: Tensor) -> None:
         """See `Streams`."""
 
 
-class _Passed:
-    def passed(self) -> bool:
+class _ReachedEvent:
+    def query(self) -> bool:
         return True
 
 
 def streams_of(device: torch.device) -> Streams | None:
-    """Those of a device, if it has any. With THINWIRE_LANE=stream, for tests and reports of trouble, a CPU has too.
+    """The streams of a device; None for a CPU, unless THINWIRE_LANE=stream asks for a stand-in, for tests and bug
+    reports.
 
     Raises:
-        ValueError: for another value of the variable.
+        ValueError: another value of the variable.
     """
     wanted = os.environ.get("THINWIRE_LANE", "")
     if wanted not in ("", "stream"):
         raise ValueError(f"THINWIRE_LANE={wanted!r}: expected 'stream', or nothing")
     if device.type == "cuda":
         return CudaStreams(device)
-    return OneAfterTheOther() if wanted else None
+    return SynchronousStreams() if wanted else None
 
 
-_SPINS = 1000
-_NAP = 5e-5
-"""Seconds."""
+_YIELDS = 1000
+_SLEEP_SECONDS = 5e-5
 
 
-def wait_for(mark: Mark, seconds: float | None) -> bool:
-    """Wait until a device has come to a mark, but no longer than that; whether it has."""
+def wait_for(event: Event, seconds: float | None) -> bool:
+    """Wait until the device has reached an event, or the time is over.
+
+    Returns:
+        Whether the device has reached it.
+    """
     end = None if seconds is None else time.monotonic() + seconds
-    spins = 0
-    while not mark.passed():
+    polls = 0
+    while not event.query():
         if end is not None and time.monotonic() > end:
             return False
-        spins += 1
-        # CUDA's own wait has no limit. And a thread that only asks would keep others from the interpreter.
-        time.sleep(0.0 if spins < _SPINS else _NAP)
+        polls += 1
+        # CUDA's own wait has no timeout. Sleeping lets other threads have the interpreter.
+        time.sleep(0.0 if polls < _YIELDS else _SLEEP_SECONDS)
     return True

@@ -1,12 +1,11 @@
-"""Workers without machines: threads of one process that take turns, and compute what as many processes would.
+"""Virtual workers: threads of one process that take turns and compute the bits of separate processes.
 
     losses = run_workers(4, train, settings)       # [train(0, 4, settings), ..., train(3, 4, settings)]
 
-Inside of `train` an optimizer of thinwire finds the other workers by itself, as it would find the default process
-group. Everything but the wire is the real thing: rules, compressors, kernels, packets and their checksums. One worker
-runs at a time, until it needs something of another one; so a run takes a single core, none of which is spent on
-waiting, and several runs at once take a machine whole. Each worker has torch's random numbers to itself, as a process
-has.
+Inside `train`, thinwire finds the other workers in place of the default process group. Only the network is replaced;
+compressors, kernels, packets and checksums are the usual ones. One worker runs at a time, until it needs a message from
+another, so a run uses a single core and never waits, and several runs in parallel use all cores. Each worker has its
+own state of torch's random number generator, as a process has.
 
 DDP needs processes: call `step()` without `attach`, which gives the same bits.
 """
@@ -14,7 +13,7 @@ DDP needs processes: call `step()` without `attach`, which gives the same bits.
 from __future__ import annotations
 
 import threading
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,23 +27,26 @@ from torch import Tensor
 from thinwire.errors import PeerLost
 from thinwire.transport.connections import Connection
 from thinwire.transport.memory import HOST
-from thinwire.transport.peers import Peers, here
+from thinwire.transport.peers import Peers, virtual_worker
 
 
 def run_workers(workers: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """What `function(worker, workers, *args)` returns for every worker, in their order.
+    """Call `function(worker, workers, *args)` for every worker.
+
+    Returns:
+        The results, in order of workers.
 
     Raises:
-        ValueError: when there is no worker.
-        BaseException: what the first worker raised that failed; the others are told as ranks would be, by `PeerLost`.
+        ValueError: `workers` is less than 1.
+        BaseException: the error of the first worker that failed. The others get a `PeerLost`, as ranks would.
     """
     if workers < 1:
         raise ValueError(f"workers={workers!r}: expected a number of at least 1")
     world = _World(workers)
 
     def work(worker: int) -> None:
-        with world.part_of(worker):
-            here.peers = VirtualPeers(None, worker, workers, world=world)
+        with world.running(worker):
+            virtual_worker.peers = VirtualPeers(None, worker, workers, world=world)
             world.results[worker] = function(worker, workers, *args)
 
     threads = [
@@ -57,7 +59,7 @@ def run_workers(workers: int, function: Callable[..., Any], *args: Any) -> list[
         world.begin()
         for thread in threads:
             thread.join()
-    except BaseException:  # Ctrl-C: workers hear of it when they need each other next
+    except BaseException:  # Ctrl-C: each worker raises at its next turn
         world.stopped = True
         for thread in threads:
             if thread.is_alive():
@@ -72,20 +74,20 @@ def run_workers(workers: int, function: Callable[..., Any], *args: Any) -> list[
 
 @dataclass
 class _Message:
-    """One end of a message, until the other end is there."""
+    """One end of a message whose other end has not been posted yet."""
 
     row: Tensor
     done: bool = False
 
 
 _Key = tuple[Hashable, int, int, int]
-"""A group, a sender and a receiver in it, and a tag."""
+"""The name of a group, a sender and a receiver in it, and a tag."""
 
 
 class _World:
-    """All workers: whose turn it is, and what they have for each other.
+    """All workers: which one runs, and the messages between them.
 
-    Nothing here is locked. Whoever has the turn is alone.
+    There are no locks, because only one worker runs at a time.
     """
 
     def __init__(self, workers: int) -> None:
@@ -94,39 +96,39 @@ class _World:
         self.stopped = False
         self.sent: defaultdict[_Key, deque[_Message]] = defaultdict(deque)
         self.expected: defaultdict[_Key, deque[_Message]] = defaultdict(deque)
-        self.said: defaultdict[int, dict[int, Any]] = defaultdict(dict)
-        """What workers have said when all of them were asked, by the number of the question."""
+        self.gathered: defaultdict[int, dict[int, Any]] = defaultdict(dict)
+        """By the number of the gather, the values by worker."""
+        self.gathers = [0] * workers
+        """The number of gathers that each worker has begun."""
         self.closed: set[Hashable] = set()
-        """The groups in which nobody will say anything any more."""
+        """The names of aborted groups."""
         self._turns = [threading.Semaphore(0) for _ in range(workers)]
         self._ready: list[Callable[[], bool] | None] = [lambda: True] * workers
-        """What each of them waits for; None for one that has ended."""
+        """The condition for which each worker waits; None for a worker that has ended."""
         self._random = [torch.get_rng_state()] * workers
-        self._counts: Counter[tuple[Hashable, int]] = Counter()
 
     def begin(self) -> None:
-        """Let the first one work."""
+        """Run the first worker."""
         self._turns[0].release()
 
     @contextmanager
-    def part_of(self, worker: int) -> Iterator[None]:
-        """Wait for a worker's first turn; at the end let the others go on, whatever has happened."""
+    def running(self, worker: int) -> Iterator[None]:
+        """Wait for the first turn of a worker, and give the turn to another at the end of the block."""
         try:
             self._take_turn(worker)
             yield
-        except BaseException as error:  # raised again where the workers were started
+        except BaseException as error:  # raised again by run_workers
             self.failure = error if self.failure is None else self.failure
         finally:
             self._ready[worker] = None
             self._next(worker)
 
-    def count(self, what: Hashable, worker: int) -> int:
-        """How often a worker has asked this, now included."""
-        self._counts[what, worker] += 1
-        return self._counts[what, worker]
-
     def wait(self, worker: int, ready: Callable[[], bool]) -> bool:
-        """Let others work until `ready`; whether it is. It is not when nobody could make it so."""
+        """Run other workers until a condition holds.
+
+        Returns:
+            Whether it holds. It does not if no other worker can make it so.
+        """
         if ready():
             return True
         self._ready[worker] = ready
@@ -142,52 +144,53 @@ class _World:
         torch.set_rng_state(self._random[worker])
 
     def _next(self, worker: int) -> None:
-        # In turn, beginning with the one after this: the order in which workers run is always the same.
+        # Round robin, so that workers always run in the same order.
         others = [(worker + i) % len(self._ready) for i in range(1, len(self._ready) + 1)]
         waiting = [(other, ready) for other in others if (ready := self._ready[other]) is not None]
         chosen = next((other for other, ready in waiting if ready()), None)
         if chosen is None and waiting:
-            chosen = waiting[0][0]  # nobody can go on: it hears so, and tells the rest by its end
+            chosen = waiting[0][0]  # a deadlock: its wait fails, and the others fail when it has ended
         if chosen is not None:
             self._turns[chosen].release()
 
 
 @dataclass(frozen=True)
 class VirtualPeers(Peers):
-    """All workers of a world, as one of them sees them."""
+    """The virtual workers of a run, for one of them."""
 
     world: _World = field(kw_only=True)
 
     @property
     def threaded(self) -> bool:
-        """See `Peers`: workers take turns, and so do their lanes."""
+        """See `Peers`. Lanes run on the worker's own thread, because workers take turns."""
         return False
 
     def ranks(self) -> list[int]:
         """See `Peers`."""
         return list(range(self.size))
 
-    def refuse_late_group(self) -> None:
-        """See `Peers`: the world was there first."""
+    def check_initialized_first(self) -> None:
+        """See `Peers`. Virtual workers are started first."""
 
-    def refuse_group_without(self, device: torch.device) -> None:
+    def check_backend(self, device: torch.device) -> None:
         """See `Peers`.
 
         Raises:
-            ValueError: for any device but the CPU.
+            ValueError: the device is not the CPU.
         """
         if device.type != "cpu":
-            raise ValueError(f"parameters on {str(device)!r}: virtual workers exchange what is on the CPU only")
+            raise ValueError(f"parameters on {str(device)!r}: virtual workers need them on the CPU")
 
-    def gather(self, value: Any, stage: str = "what all ranks have to say", step: int | None = None) -> list[Any]:
+    def gather(self, value: Any, stage: str = "the values of all ranks", step: int | None = None) -> list[Any]:
         """See `Peers`."""
-        question = self.world.count("questions", self.rank)
-        said = self.world.said[question]
-        said[self.rank] = value
-        if not self.world.wait(self.rank, lambda: len(said) == self.size):
+        number = self.world.gathers[self.rank]
+        self.world.gathers[self.rank] += 1
+        values = self.world.gathered[number]
+        values[self.rank] = value
+        if not self.world.wait(self.rank, lambda: len(values) == self.size):
             raise PeerLost(stage, "another worker has ended, or waits for something else", step=step)
-        self.world.said.pop(question, None)
-        return [said[rank] for rank in range(self.size)]
+        self.world.gathered.pop(number, None)
+        return [values[rank] for rank in range(self.size)]
 
     def gather_integer(self, value: int, stage: str, step: int | None = None) -> list[int]:
         """See `Peers`."""
@@ -202,18 +205,18 @@ class VirtualPeers(Peers):
 
 
 class VirtualGroup(dist.ProcessGroup):
-    """Some of the workers, as one of them sees them: as much of a process group as messages need.
+    """A group of virtual workers, for one of them. It has the methods of a process group that messages need.
 
     Args:
-        world: of them all.
+        world: all workers.
         own: this worker's position in the group.
-        size: of the group.
+        size: the number of members.
         worker: this worker's number in the world.
-        name: which all members give it, and nobody gives to another.
+        name: equal on all members, and used by no other group.
     """
 
     def __init__(self, world: _World, own: int, size: int, worker: int, name: Hashable) -> None:
-        super().__init__(own, size)  # pyright: ignore[reportCallIssue]  (its stub knows another constructor only)
+        super().__init__(own, size)  # pyright: ignore[reportCallIssue]  (its stub has only another constructor)
         self._world = world
         self._own = own
         self._worker = worker
@@ -227,20 +230,20 @@ class VirtualGroup(dist.ProcessGroup):
         return self
 
     def name(self) -> str:
-        """As a backend it is one of its own."""
+        """The name of the backend."""
         return "virtual"
 
     def abort(self) -> None:
-        """Let all waits in the group fail."""
+        """Make all waits in the group fail."""
         self._world.closed.add(self._name)
 
     def send(self, rows: list[Tensor], member: int, tag: int) -> dist.Work:  # type: ignore[override]
-        """Send a row, which is taken from where it lies when the other end is ready."""
+        """Send a row. It is copied when the other end has posted the receive."""
         key = (self._name, self._own, member, tag)
         return self._start(rows[0], self._world.sent[key], self._world.expected[key], receives=False)
 
     def recv(self, rows: list[Tensor], member: int, tag: int) -> dist.Work:  # type: ignore[override]
-        """Expect a row."""
+        """Receive a row."""
         key = (self._name, member, self._own, tag)
         return self._start(rows[0], self._world.expected[key], self._world.sent[key], receives=True)
 
@@ -257,7 +260,7 @@ class VirtualGroup(dist.ProcessGroup):
 
 
 class _Work(dist.Work):
-    """A message under way."""
+    """A message that may be incomplete."""
 
     def __init__(self, world: _World, worker: int, group: Hashable, message: _Message) -> None:
         super().__init__()
@@ -267,10 +270,10 @@ class _Work(dist.Work):
         self._message = message
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Let others work until the message is complete.
+        """Run other workers until the message is complete.
 
         Raises:
-            RuntimeError: when it will never be, or, with a timeout, is not yet.
+            RuntimeError: it can never be complete, or there is a timeout and it is not complete now.
         """
         message, closed, group = self._message, self._world.closed, self._group
         if timeout is None:
