@@ -88,9 +88,8 @@ def test_exchange_as_json() -> None:
 
 
 def measured(rank: int, world_size: int, optimizer: str, elements: int) -> list[dict[str, Any]]:
-    said: list[Any] = []
-    bench_exchange.measure(said.append, bench_exchange.Plan(optimizer, elements, 2, 1, None, None))
-    return [asdict(message) for message in said if isinstance(message, bench_exchange.Row)]
+    plan = bench_exchange.Plan(optimizer, elements, 2, 1, None, None)
+    return [asdict(row) for row in bench_exchange.measure(lambda _: None, plan)]
 
 
 @pytest.mark.parametrize(

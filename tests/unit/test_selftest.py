@@ -72,7 +72,7 @@ def refused(*arguments: str) -> str:
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")
-def test_a_torch_without_cuda_is_told_what_would_be_right() -> None:
+def test_a_torch_without_cuda_is_an_error_with_a_hint() -> None:
     said = refused("--device", "cuda")
     assert f"--device cuda, but torch {torch.__version__} was built without CUDA" in said
     assert "--device cpu" in said
@@ -100,7 +100,7 @@ def test_gpus_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) ->
         (["--device", "cpu", "--json", "/nowhere/report.json"], "cannot write '/nowhere/report.json'"),
     ],
 )
-def test_mistakes_in_arguments_are_told(arguments: list[str], message: str) -> None:
+def test_bad_arguments_are_rejected(arguments: list[str], message: str) -> None:
     assert message in refused(*arguments).replace("│ ", "").replace(" │", "")
 
 
@@ -310,9 +310,9 @@ def test_a_part_that_fails_or_hangs_hides_no_other() -> None:
         Part("is fine", say_hello, 60.0),
         Part("fails", fail_on_rank_1, 60.0),
     ]
-    told: list[str] = []
-    outcomes = run_parts("cpu", 2, parts, quick=True, tell=told.append)
-    assert told == ["hangs", "is fine", "fails"]
+    begun: list[str] = []
+    outcomes = run_parts("cpu", 2, parts, quick=True, on_begin=begun.append)
+    assert begun == ["hangs", "is fine", "fails"]
     assert "ValueError: rank 1 does not like this" in (outcomes["fails"].error or "")
     assert outcomes["hangs"].error == "it has not ended within 1 s"
     assert 1 <= outcomes["hangs"].seconds < 30
@@ -321,9 +321,9 @@ def test_a_part_that_fails_or_hangs_hides_no_other() -> None:
 
 def test_ranks_without_a_device_fail_all_parts_at_once() -> None:
     parts = [Part(name, say_hello, 60.0) for name in ("first", "second")]
-    told: list[str] = []
-    outcomes = run_parts("teapot", 1, parts, quick=True, tell=told.append)
-    assert told == []
+    begun: list[str] = []
+    outcomes = run_parts("teapot", 1, parts, quick=True, on_begin=begun.append)
+    assert begun == []
     assert all("teapot" in (outcomes[name].error or "") for name in ("first", "second"))
 
 

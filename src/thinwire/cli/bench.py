@@ -18,7 +18,7 @@ from rich.table import Table
 import thinwire
 from thinwire.cli import bench_bytes, bench_exchange, bench_kernels
 from thinwire.cli.bench_exchange import Turn
-from thinwire.cli.launch import WorkerError, run_workers
+from thinwire.cli.launch import run_local_ranks
 from thinwire.cli.options import (
     MOST_RANKS,
     Downlink,
@@ -35,6 +35,7 @@ from thinwire.cli.step import command as step_command
 from thinwire.cli.step.methods import LARGEST_BUCKET_MB, SMALLEST_BUCKET_MB
 from thinwire.cli.step.models import MODELS
 from thinwire.kernels import native
+from thinwire.testbed.supervisor import ChildError
 
 FEWEST_ELEMENTS, MOST_ELEMENTS = 4096, 10**12
 MOST_REPEATS = 1_000_000
@@ -106,7 +107,7 @@ def exchange(
     """A whole update and a training step between local ranks, against all-reduce + AdamW and DDP + AdamW."""
     check_elements(elements, ranks)
     plan = bench_exchange.Plan(optimizer, elements, repeats, batch, downlink_of(optimizer, downlink), bucket_mb)
-    rows: list[bench_exchange.Row] = _rows_of_workers(bench_exchange.measure, ranks, plan)
+    rows: list[bench_exchange.Row] = _measured_by_ranks(bench_exchange.measure, ranks, plan)
     if not as_json:
         Console().print(_exchange_table(plan.entry.label, ranks, rows))
     settings = {"ranks": ranks, **asdict(plan)}
@@ -124,7 +125,7 @@ def whole_run(
     """Bytes over a whole run, dense steps included, counted between local ranks, against fp32 averages at all steps."""
     check_elements(elements, ranks)
     plan = bench_bytes.Plan(elements, steps)
-    rows: list[bench_bytes.Row] = _rows_of_workers(bench_bytes.measure, ranks, plan)
+    rows: list[bench_bytes.Row] = _measured_by_ranks(bench_bytes.measure, ranks, plan)
     if not as_json:
         table = Table(title=f"Bytes over whole runs, {elements:,} parameters, {ranks} local ranks")
         for column in ("run", "steps", "dense", "silent", "sent a rank", "all dense", "ratio"):
@@ -177,28 +178,23 @@ def step(
     step_command.report(results, Console(), json=json, html=html, png=png)
 
 
-def _rows_of_workers(work: Callable[..., None], ranks: int, plan: object) -> list[Any]:
-    """Have local ranks measure, with a bar on a terminal; all that rank 0 reports but `Turn`s."""
-    rows: list[Any] = []
+def _measured_by_ranks(work: Callable[..., list[Any]], ranks: int, plan: object) -> list[Any]:
+    """What local ranks measure. On a terminal a bar shows the progress."""
     errors = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
         tasks: dict[str, Any] = {}
 
-        def hear(message: object) -> None:
-            if not isinstance(message, Turn):
-                rows.append(message)
-                return
+        def show(message: Turn) -> None:
             if message.what not in tasks:
                 tasks[message.what] = progress.add_task(message.what, total=message.of)
             progress.update(tasks[message.what], completed=message.done)
 
         try:
-            run_workers(work, ranks, (plan,), hear)
-        except WorkerError as error:
+            return run_local_ranks(work, ranks, (plan,), show)
+        except ChildError as error:
             errors.print(str(error), markup=False, highlight=False)
             raise typer.Exit(1) from None
-    return rows
 
 
 def _exchange_table(label: str, ranks: int, rows: list[bench_exchange.Row]) -> Table:

@@ -78,10 +78,9 @@ class Plan:
     steps: int
 
 
-def measure(report: Report, plan: Plan) -> None:
-    """Run on every rank; rank 0 reports `Turn`s, and a `Row` a run."""
-    for run in runs(plan.steps):
-        report(_count(report, run, plan.elements))
+def measure(report: Report, plan: Plan) -> list[Row]:
+    """Run on every rank; rank 0 reports `Turn`s. Returns one `Row` per run."""
+    return [_count(report, run, plan.elements) for run in runs(plan.steps)]
 
 
 def _count(report: Report, run: Run, elements: int) -> Row:

@@ -72,13 +72,11 @@ class Turn:
     of: int
 
 
-def measure(report: Report, plan: Plan) -> None:
-    """Run on every rank; rank 0 reports `Turn`s, and each `Row` when it is known."""
+def measure(report: Report, plan: Plan) -> list[Row]:
+    """Run on every rank; rank 0 reports `Turn`s."""
     ours = nn.Parameter(torch.ones(plan.elements))  # ones, not zeros, whose pages would not exist yet
     ours.grad = torch.randn(plan.elements)
-    report(_memory(ours, plan))
-    report(_update(report, ours, plan))
-    report(_training_step(report, plan))
+    return [_memory(ours, plan), _update(report, ours, plan), _training_step(report, plan)]
 
 
 def _memory(ours: nn.Parameter, plan: Plan) -> Row:

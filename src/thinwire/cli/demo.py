@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from thinwire.cli import training
 from thinwire.cli.charlm import Corpus, ModelShape, load_text
-from thinwire.cli.launch import WorkerError, run_workers
+from thinwire.cli.launch import run_local_ranks
 from thinwire.cli.options import (
     LARGEST_SEED,
     MOST_RANKS,
@@ -23,6 +23,7 @@ from thinwire.cli.options import (
 )
 from thinwire.cli.registry import offered
 from thinwire.cli.report import Comparison, print_comparison, write_json
+from thinwire.testbed.supervisor import ChildError
 
 _MODEL = "Model and batch"
 
@@ -85,7 +86,7 @@ def demo(
                     for name in (None, optimizer)
                 )
             )
-    except WorkerError as error:
+    except ChildError as error:
         typer.echo(f"thinwire demo: {error}", err=True)
         raise typer.Exit(1) from None
 
@@ -124,20 +125,14 @@ def _progress(console: Console) -> Progress:
 def _run(plan: training.Plan, ranks: int, progress: Progress) -> training.Outcome:
     """Train as planned while the bar moves; where there is no bar, say when the run is over."""
     label = plan.label
-    bar = progress.add_task(label, total=plan.steps, status=f"starting {ranks} workers")
-    outcomes: list[training.Outcome] = []
+    bar = progress.add_task(label, total=plan.steps, status=f"starting {ranks} ranks")
 
-    def hear(message: training.Progress | training.Outcome) -> None:
-        if isinstance(message, training.Outcome):
-            outcomes.append(message)
-        else:
-            status = f"loss {message.loss:.3f}  {message.step / message.seconds:.1f} steps/s"
-            progress.update(bar, completed=message.step, status=status)
+    def show(message: training.Progress) -> None:
+        status = f"loss {message.loss:.3f}  {message.step / message.seconds:.1f} steps/s"
+        progress.update(bar, completed=message.step, status=status)
 
-    run_workers(training.train, ranks, (plan,), hear)
-    if not outcomes:
-        raise WorkerError("the workers ended without a result")
+    outcome: training.Outcome = run_local_ranks(training.train, ranks, (plan,), show)
     if progress.disable:
-        seconds = outcomes[0].cumulative_seconds[-1]
+        seconds = outcome.cumulative_seconds[-1]
         progress.console.print(f"{label}: {plan.steps} steps in {seconds:.1f} s", highlight=False)
-    return outcomes[0]
+    return outcome

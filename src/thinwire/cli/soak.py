@@ -23,10 +23,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from thinwire.cli.launch import Report, WorkerError, run_workers
+from thinwire.cli.launch import Report, run_local_ranks
 from thinwire.cli.options import MOST_RANKS, integer, optimizer_name, output_file
 from thinwire.cli.registry import OPTIMIZERS, offered
 from thinwire.cli.report import byte_count
+from thinwire.testbed.supervisor import ChildError
 
 SAMPLES = 100
 """How often a run is looked at."""
@@ -108,8 +109,8 @@ class Outcome:
     """A list a rank."""
 
 
-def train(report: Report, plan: Plan) -> None:
-    """Run on every rank; rank 0 reports `Progress`, and an `Outcome` in the end."""
+def train(report: Report, plan: Plan) -> Outcome:
+    """Run on every rank; rank 0 reports `Progress`."""
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4)))
     entry = OPTIMIZERS[plan.optimizer]
@@ -132,7 +133,7 @@ def train(report: Report, plan: Plan) -> None:
     seconds = time.perf_counter() - began
     of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, samples)
-    report(Outcome(seconds, of_ranks))
+    return Outcome(seconds, of_ranks)
 
 
 def sample_steps(steps: int) -> set[int]:
@@ -176,21 +177,18 @@ def soak(
     if not (_PROCESS / "statm").exists():
         typer.echo(f"thinwire soak: needs {_PROCESS}, which only Linux has", err=True)
         raise typer.Exit(1)
-    console, outcomes = Console(), []
+    console = Console()
 
-    def hear(message: Progress | Outcome) -> None:
-        if isinstance(message, Outcome):
-            outcomes.append(message)
-        elif console.is_terminal:
+    def show(message: Progress) -> None:
+        if console.is_terminal:
             rate = message.step / message.seconds
             console.print(f"{message.step:,} of {steps:,} steps, {rate:,.0f} steps/s", end="\r", highlight=False)
 
     try:
-        run_workers(train, ranks, (Plan(optimizer, steps),), hear)
-    except WorkerError as error:
+        outcome: Outcome = run_local_ranks(train, ranks, (Plan(optimizer, steps),), show)
+    except ChildError as error:
         typer.echo(f"thinwire soak: {error}", err=True)
         raise typer.Exit(1) from None
-    (outcome,) = outcomes
     growths = [growth_of(rank, samples) for rank, samples in enumerate(outcome.samples)]
     complaints = [complaint for growth in growths for complaint in growth.complaints()]
     _print_table(console, f"{steps:,} steps of {optimizer} on {ranks} ranks", growths)

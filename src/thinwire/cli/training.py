@@ -131,8 +131,8 @@ class _Record:
         return StepSeconds(*_mean_over_workers([step, compute, step - compute - optimizer, optimizer]))
 
 
-def train(report: Report, plan: Plan) -> None:
-    """Train as the plan says; rank 0 reports ``Progress`` now and then, and an ``Outcome`` at the end."""
+def train(report: Report, plan: Plan) -> Outcome:
+    """Train as the plan says; rank 0 reports ``Progress`` now and then."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     corpus = Corpus.from_text(plan.text, plan.shape.context)
     seed, steps = plan.seed, plan.steps
@@ -168,24 +168,22 @@ def train(report: Report, plan: Plan) -> None:
         if validates:
             validation_losses.append((step, _validation_loss(model.module, corpus, plan.shape.context)))
 
-    report(
-        Outcome(
-            label=plan.label,
-            settings=plan.settings(),
-            ranks=ranks,
-            steps=steps,
-            parameters=parameters,
-            validation_loss=validation_losses[-1][1],
-            bytes_sent_per_step=record.bytes_sent[-1] / steps,
-            seconds=record.typical_seconds(),
-            training_losses=_mean_over_workers(record.loss),
-            cumulative_seconds=list(accumulate(record.step)),
-            cumulative_bytes=record.bytes_sent,
-            validation_losses=validation_losses,
-            metrics=asdict(optimizer.metrics()) if isinstance(optimizer, WireOptimizer) else None,
-            remark=None if plan.entry is None else plan.entry.stages.remark(steps),
-            overlaps=plan.entry is None or plan.entry.overlaps,
-        )
+    return Outcome(
+        label=plan.label,
+        settings=plan.settings(),
+        ranks=ranks,
+        steps=steps,
+        parameters=parameters,
+        validation_loss=validation_losses[-1][1],
+        bytes_sent_per_step=record.bytes_sent[-1] / steps,
+        seconds=record.typical_seconds(),
+        training_losses=_mean_over_workers(record.loss),
+        cumulative_seconds=list(accumulate(record.step)),
+        cumulative_bytes=record.bytes_sent,
+        validation_losses=validation_losses,
+        metrics=asdict(optimizer.metrics()) if isinstance(optimizer, WireOptimizer) else None,
+        remark=None if plan.entry is None else plan.entry.stages.remark(steps),
+        overlaps=plan.entry is None or plan.entry.overlaps,
     )
 
 

@@ -56,13 +56,13 @@ def selftest(
     progress = Console(stderr=True)
     facts = machine.describe(device.value, count)
 
-    def tell(part: str) -> None:
+    def show(part: str) -> None:
         progress.print(f"{part} …", highlight=False)
 
     testable = [law for law in LAWS if count >= law.least_ranks]
     parts = [Part(part_name(law), functools.partial(judge, law), SECONDS) for law in testable]
     parts += [Part(KERNELS, speed.kernels, speed.SECONDS), Part(STEPS, speed.steps, speed.SECONDS)]
-    outcomes = run_parts(device.value, count, parts, quick=quick, tell=tell)
+    outcomes = run_parts(device.value, count, parts, quick=quick, on_begin=show)
     benchmarks = {name: outcomes[name] for name in (KERNELS, STEPS)}
     results = Results(
         device=device.value,
