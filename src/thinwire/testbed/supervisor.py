@@ -314,6 +314,7 @@ class Supervisor:
                 child.ended_at = time.monotonic()
                 child.process.join()
                 child.exit_code = child.process.exitcode
+                child.process.close()
         return messages
 
     def messages(self, timeout: float | None = None) -> list[tuple[Child, Any]]:
@@ -368,9 +369,9 @@ class Supervisor:
                 child.process.join()
             child.ended_at = time.monotonic()
             child.exit_code = child.process.exitcode
+            child.process.close()
         for child in self:
             child.release()
-            child.process.close()
 
 
 def _spawn(call: Path, channel: Connection) -> Process:
