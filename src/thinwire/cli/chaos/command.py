@@ -12,12 +12,15 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from thinwire.cli.chaos.ranks import Nursery
 from thinwire.cli.chaos.results import Report
-from thinwire.cli.chaos.supervisor import Limits, Supervisor, UnfinishedError
+from thinwire.cli.chaos.run import ChaosRun, Limits, UnfinishedError
 from thinwire.cli.options import LARGEST_SEED, integer, number, output_file
 from thinwire.testbed import Testbed, TestbedUnavailable
+from thinwire.testbed.forkserver import ForkServer
 from thinwire.testbed.signals import signals_deferred
+
+# Making any torch optimizer imports torch._dynamo, which takes over a second.
+PRELOAD = ("thinwire.cli.chaos.worker", "torch._dynamo")
 
 
 def chaos(
@@ -44,8 +47,8 @@ def chaos(
     report = Report(seed, hosts, timeout)
     unfinished = ""
     try:
-        with testbed, _folder() as folder, Nursery() as nursery:
-            nursery.wait()
+        with testbed, _folder() as folder, ForkServer(PRELOAD) as server:
+            server.wait()
             began = time.monotonic()
             limits = Limits(began + 60 * minutes, faults)
 
@@ -53,7 +56,7 @@ def chaos(
                 console.print(news, markup=False, highlight=False, soft_wrap=True)
 
             try:
-                Supervisor(testbed, nursery, folder, report, limits, say).run()
+                ChaosRun(testbed, server, folder, report, limits, say).run()
             except UnfinishedError as error:
                 unfinished = str(error)
             report.seconds = time.monotonic() - began
