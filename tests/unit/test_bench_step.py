@@ -34,7 +34,7 @@ from thinwire.cli.step.methods import (
     with_buckets,
 )
 from thinwire.cli.step.models import MODELS, parameter_count, parameter_shapes
-from thinwire.cli.step.ranks import Ranks, TurnError
+from thinwire.cli.step.ranks import MeasurementError, Ranks
 from thinwire.cli.step.results import Plan, Results
 from thinwire.cli.step.worker import WARM_UP_STEPS
 from thinwire.optimizers._base import WireOptimizer
@@ -319,31 +319,19 @@ def test_a_method_that_fails_is_named_and_the_others_go_on() -> None:
     assert all(row.speed_up is None for row in results.rows())
 
 
-def test_ranks_leave_by_themselves() -> None:
-    with real_hosts(1) as made:
-        ranks = Ranks(made, 1, lambda: None)
-        ranks.answers(SECONDS_TO_START, "start")
-        ranks.tell(PATIENCE, do="prepare", model="lm-tiny", method="birder")
-        ranks.tell(PATIENCE, do="end")
-        ranks.dismiss()
-        assert [rank.process.returncode for rank in ranks._ranks] == [0]
-
-
 def test_an_exception_and_silence_end_a_turn() -> None:
     with real_hosts(1) as made:
-        ranks = Ranks(made, 1, lambda: None)
-        ranks.answers(SECONDS_TO_START, "start")
-        with pytest.raises(TurnError, match=r"^rank 0: KeyError: 'no such method'$"):
-            ranks.tell(PATIENCE, do="prepare", model="lm-tiny", method="no such method")
-        assert "Traceback" in ranks.last_words()
-        ranks.kill()
+        with Ranks(made, 1, lambda: None) as ranks:
+            ranks.answers(SECONDS_TO_START, "start")
+            with pytest.raises(MeasurementError, match=r"^rank 0: KeyError: 'no such method'$"):
+                ranks.command(PATIENCE, "prepare", model="lm-tiny", method="no such method")
+            assert "Traceback" in ranks.output()
 
-        ranks = Ranks(made, 1, lambda: None)
-        ranks.answers(SECONDS_TO_START, "start")
-        os.kill(ranks.pids[0], signal.SIGSTOP)
-        with pytest.raises(TurnError, match="no rank showed life for 1 s during 'prepare'"):
-            ranks.tell(1.0, do="prepare", model="lm-tiny", method="local")
-        ranks.kill()
+        with Ranks(made, 1, lambda: None) as ranks:
+            ranks.answers(SECONDS_TO_START, "start")
+            os.kill(ranks.pids[0], signal.SIGSTOP)
+            with pytest.raises(MeasurementError, match="no rank made progress for 1 s during 'prepare'"):
+                ranks.command(1.0, "prepare", model="lm-tiny", method="local")
         for pid in ranks.pids:
             with pytest.raises(ProcessLookupError):
                 os.kill(pid, 0)

@@ -217,6 +217,7 @@ class Supervisor:
     def __init__(self, server: Starter | None = None, grace: float = GRACE_SECONDS) -> None:
         self._server, self._grace = server, grace
         self._started: list[Child] = []
+        self._failure_settled = False
 
     def __enter__(self) -> Supervisor:
         # An interrupt between its creation and the block would leave the folder behind.
@@ -324,6 +325,10 @@ class Supervisor:
             ChildError: if a child raised, or ended without an outcome.
         """
         messages = self.receive(0.0 if self._failed else timeout)
+        if self._failed and not self._failure_settled:
+            self._failure_settled = True
+            messages += self._receive_until(SECONDS_FOR_MORE_ERRORS, lambda child: child.outcome is not None)
+            messages += self._receive_until(SECONDS_TO_DUMP_CORE, lambda child: not child.channel.closed)
         # Messages first: they say how far the children were.
         if self._failed and not messages:
             raise self._first_failure()
@@ -335,8 +340,6 @@ class Supervisor:
 
     def _first_failure(self) -> ChildError:
         """Name the cause. When one child goes, the others fail too, with nothing but a lost connection."""
-        self._receive_until(SECONDS_FOR_MORE_ERRORS, lambda child: child.outcome is not None)
-        self._receive_until(SECONDS_TO_DUMP_CORE, lambda child: not child.channel.closed)
         for child in self:
             if child.lost and child.exit_code is not None and child.exit_code < 0:
                 name = signal.Signals(-child.exit_code).name
@@ -350,10 +353,12 @@ class Supervisor:
         text = f"{child.name} ended with exit code {child.exit_code}{child.last_line()}"
         return ChildError(text, text)
 
-    def _receive_until(self, seconds: float, settled: Callable[[Child], bool]) -> None:
+    def _receive_until(self, seconds: float, settled: Callable[[Child], bool]) -> list[tuple[Child, Any]]:
+        messages: list[tuple[Child, Any]] = []
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and not all(map(settled, self.living)):
-            self.receive(deadline - time.monotonic())
+            messages += self.receive(deadline - time.monotonic())
+        return messages
 
     def end(self) -> None:
         """End all children and wait for them: release those that have an outcome, SIGTERM for others, then SIGKILL."""
