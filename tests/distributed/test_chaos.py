@@ -20,7 +20,7 @@ from tests.testbeds import namespaces_of, skip_unless_available
 from thinwire.cli.app import app
 from thinwire.cli.chaos import faults, injection, run
 from thinwire.cli.chaos.episodes import Net, episodes
-from thinwire.cli.chaos.results import CRASH, DIVERGENCE, FALSE_ALARM, HANG, LOST, WRONG_ERROR, Report
+from thinwire.cli.chaos.results import CRASH, DIVERGENCE, FALSE_ALARM, HANG, LOST, WRONG_ERROR, ChaosResults
 from thinwire.cli.registry import offered
 from thinwire.testbed import Testbed, TestbedUnavailable
 from thinwire.testbed.forkserver import ForkServer
@@ -67,13 +67,13 @@ def actors() -> Iterator[ForkServer]:
         yield server
 
 
-def staged(part: str, fault: str, actors: ForkServer, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Report:
+def staged(part: str, fault: str, actors: ForkServer, folder: Path, monkeypatch: pytest.MonkeyPatch) -> ChaosResults:
     """An episode with faults of one kind, played by actors."""
     monkeypatch.setattr(injection, "GRACE_SECONDS", 2.0)
     monkeypatch.setattr(run, "FAULTS", {fault: faults.FAULTS[fault]})
     monkeypatch.setattr(run, "episodes", lambda *_: [replace(next(episodes(0, 2)), steps=60)])
     (folder / "part").write_text(part)
-    report = Report(seed=0, hosts=2, timeout=1.0)
+    report = ChaosResults(seed=0, hosts=2, timeout=1.0)
     limits = run.Limits(time.monotonic() + 60, 1)
     with Testbed(2) as testbed:
         run.ChaosRun(testbed, actors, folder, report, limits, print, train=act).run()

@@ -22,7 +22,6 @@ from typer.testing import CliRunner
 from tests.harness import run_ranks
 from thinwire.cli.app import app
 from thinwire.cli.stages import LOCAL_CYCLE
-from thinwire.cli.step.conductor import SECONDS_TO_START, Conductor, Progress
 from thinwire.cli.step.methods import (
     CANNOT_RUN,
     METHODS,
@@ -35,7 +34,8 @@ from thinwire.cli.step.methods import (
 )
 from thinwire.cli.step.models import MODELS, parameter_count, parameter_shapes
 from thinwire.cli.step.ranks import MeasurementError, Ranks
-from thinwire.cli.step.results import Plan, Results
+from thinwire.cli.step.results import StepPlan, StepResults
+from thinwire.cli.step.run import SECONDS_TO_START, BenchProgress, BenchRun
 from thinwire.cli.step.worker import WARM_UP_STEPS
 from thinwire.optimizers._base import WireOptimizer
 from thinwire.testbed import Testbed, TestbedUnavailable
@@ -250,7 +250,7 @@ def test_end_to_end(tmp_path: Path) -> None:
     assert "</html>" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
     text = (tmp_path / "results.json").read_text(encoding="utf-8")
-    results = Results.from_json(text)
+    results = StepResults.from_json(text)
     assert results.command.startswith("thinwire bench step --hosts 2 --models lm-tiny")
     assert results.machine["torch"] == torch.__version__
     rows = {(row.rate, row.method): row for row in results.rows()}
@@ -280,33 +280,33 @@ def test_optimizers_send_what_their_rows_say() -> None:
         *("onebit-adam", "onebit-adam-warmup", "zero-one-adam", "zero-one-adam-local", "onebit-lamb"),
         *("cd-adam", "cd-adam-topk", "sketched-amsgrad"),
     )
-    plan = Plan(2, 1, ("unlimited",), ("lm-tiny",), methods, rounds=1, seconds=0.1)
+    plan = StepPlan(2, 1, ("unlimited",), ("lm-tiny",), methods, rounds=1, seconds=0.1)
     with real_hosts(2) as made:
-        conductor = Conductor(made, plan, lambda _: None)
+        conductor = BenchRun(made, plan, lambda _: None)
         conductor.run()
     assert conductor.unmeasured == []
     turns = {turn.method: turn for turn in conductor.turns}
     counted = {method: turn.thinwire["bytes_sent"] for method, turn in turns.items()}
     assert len(turns["zero-one-adam-local"].step) % LOCAL_CYCLE == 0
     assert counted["zero-one-adam-local"] == pytest.approx(counted["zero-one-adam"] / LOCAL_CYCLE)
-    for row in Results("", {}, plan, conductor.turns, conductor.unmeasured).rows():
+    for row in StepResults("", {}, plan, conductor.turns, conductor.unmeasured).rows():
         assert 1.0 < counted[row.method] / row.bytes_theory < 1.2
         assert row.bytes_sent > counted[row.method]
 
 
 def test_a_method_that_fails_is_named_and_the_others_go_on() -> None:
     """A rank dies in the first turn of ddp-adamw, as one does that the kernel kills for its memory."""
-    plan = Plan(2, 1, ("unlimited",), ("lm-tiny",), ("local", "ddp-adamw", "birder"), rounds=2, seconds=0.1)
+    plan = StepPlan(2, 1, ("unlimited",), ("lm-tiny",), ("local", "ddp-adamw", "birder"), rounds=2, seconds=0.1)
     taken: list[str] = []
 
-    def watch(progress: Progress) -> None:
+    def watch(progress: BenchProgress) -> None:
         if taken[-1:] != [progress.method]:
             taken.append(progress.method)
             if progress.method == "ddp-adamw":
                 os.kill(conductor.pids[1], signal.SIGKILL)
 
     with real_hosts(2) as made:
-        conductor = Conductor(made, plan, watch)
+        conductor = BenchRun(made, plan, watch)
         conductor.run()
     (failure,) = conductor.unmeasured
     assert (failure.model, failure.method, failure.outcome) == ("lm-tiny", "ddp-adamw", "failed")
@@ -314,7 +314,7 @@ def test_a_method_that_fails_is_named_and_the_others_go_on() -> None:
     # The second round begins with the second method, which is out.
     assert taken == ["local", "ddp-adamw", "birder", "local"]
     assert [turn.method for turn in conductor.turns] == ["local", "birder", "birder", "local"]
-    results = Results("", {}, plan, conductor.turns, conductor.unmeasured)
+    results = StepResults("", {}, plan, conductor.turns, conductor.unmeasured)
     assert [row.method for row in results.rows()] == ["local", "birder"]
     assert all(row.speed_up is None for row in results.rows())
 

@@ -26,7 +26,7 @@ from thinwire.cli.charlm import Corpus, ModelShape
 from thinwire.cli.registry import offered
 from thinwire.cli.report import Comparison, print_comparison
 from thinwire.cli.schedule import is_due, learning_rate_factor
-from thinwire.cli.training import Outcome, Plan, StepSeconds, train
+from thinwire.cli.training import StepSeconds, TrainingConfig, TrainingResult, train
 from thinwire.optimizers._intervals import local_interval
 
 SCRIPT = Path(sysconfig.get_path("scripts"), "thinwire")
@@ -136,8 +136,8 @@ def test_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: l
     assert message in re.sub(r"\s+", " ", result.output)
 
 
-def outcome(label: str, compute: float, step: float, mean_step: float) -> Outcome:
-    return Outcome(
+def outcome(label: str, compute: float, step: float, mean_step: float) -> TrainingResult:
+    return TrainingResult(
         label=label,
         settings={},
         ranks=4,
@@ -206,7 +206,7 @@ def test_who_sends_after_backward_is_not_predicted_to_hide_it() -> None:
 
 
 def trained(rank: int, world_size: int, optimizer: str, steps: int) -> dict[str, Any]:
-    plan = Plan("to be or not to be, " * 40, ModelShape(1, 32, 16), 2, steps, 0, optimizer)
+    plan = TrainingConfig("to be or not to be, " * 40, ModelShape(1, 32, 16), 2, steps, 0, optimizer)
     return asdict(train(lambda _: None, plan))
 
 
@@ -260,7 +260,7 @@ def test_who_compresses_from_the_first_step_on(optimizer: str) -> None:
 @pytest.mark.parametrize("steps", [1, 2, 7, 50, 400, 4000])
 @pytest.mark.parametrize("name", offered("demo"))
 def test_settings_suit_runs_of_any_length(name: str, steps: int) -> None:
-    plan = Plan("", ModelShape(1, 32, 16), 2, steps, 0, name)
+    plan = TrainingConfig("", ModelShape(1, 32, 16), 2, steps, 0, name)
     plan.build([nn.Parameter(torch.ones(3))])
     settings = plan.settings()
     if "warmup_steps" in settings and steps == 400:

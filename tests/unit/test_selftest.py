@@ -25,8 +25,8 @@ from thinwire.cli.app import app
 from thinwire.cli.selftest import command, oracles
 from thinwire.cli.selftest.counting import counted_bytes
 from thinwire.cli.selftest.laws import LAWS, Law, judge
-from thinwire.cli.selftest.ranks import Outcome, Part, run_parts
-from thinwire.cli.selftest.results import FAILED, NOT_TESTED, PASSED, LawResult, Results
+from thinwire.cli.selftest.ranks import Part, PartOutcome, run_parts
+from thinwire.cli.selftest.results import FAILED, NOT_TESTED, PASSED, LawResult, SelftestResults
 from thinwire.cli.selftest.runs import SUBJECTS
 from thinwire.cli.selftest.site import Findings, Site
 from thinwire.cli.selftest.speed import MEMCPY, Kernel, Steps
@@ -332,10 +332,10 @@ def test_ranks_without_a_device_fail_all_parts_at_once() -> None:
 
 def test_every_law_has_a_verdict_whatever_came_of_it() -> None:
     outcomes = {
-        command.part_name(law(2)): Outcome(1.0, Findings()),
-        command.part_name(law(3)): Outcome(1.0, Findings(["x is not y"], ["z was left out"])),
-        command.part_name(law(4)): Outcome(2.0, error="worker 0 failed"),
-        command.part_name(law(6)): Outcome(1.0, Findings()),
+        command.part_name(law(2)): PartOutcome(1.0, Findings()),
+        command.part_name(law(3)): PartOutcome(1.0, Findings(["x is not y"], ["z was left out"])),
+        command.part_name(law(4)): PartOutcome(2.0, error="worker 0 failed"),
+        command.part_name(law(6)): PartOutcome(1.0, Findings()),
     }
     found = command.verdicts(LAWS, outcomes, 1)
     assert [verdict.status for verdict in found] == [NOT_TESTED, PASSED, FAILED, FAILED, NOT_TESTED, PASSED]
@@ -344,8 +344,8 @@ def test_every_law_has_a_verdict_whatever_came_of_it() -> None:
     assert found[3].complaints == ["worker 0 failed"]
 
 
-def results(**changes: Any) -> Results:
-    whole = Results(
+def results(**changes: Any) -> SelftestResults:
+    whole = SelftestResults(
         device="cpu",
         ranks=2,
         quick=False,

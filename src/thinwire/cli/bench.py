@@ -17,7 +17,7 @@ from rich.table import Table
 
 import thinwire
 from thinwire.cli import bench_bytes, bench_exchange, bench_kernels
-from thinwire.cli.bench_exchange import Turn
+from thinwire.cli.bench_exchange import RepeatDone
 from thinwire.cli.launch import run_local_ranks
 from thinwire.cli.options import (
     MOST_RANKS,
@@ -106,11 +106,13 @@ def exchange(
 ) -> None:
     """A whole update and a training step between local ranks, against all-reduce + AdamW and DDP + AdamW."""
     check_elements(elements, ranks)
-    plan = bench_exchange.Plan(optimizer, elements, repeats, batch, downlink_of(optimizer, downlink), bucket_mb)
-    rows: list[bench_exchange.Row] = _measured_by_ranks(bench_exchange.measure, ranks, plan)
+    config = bench_exchange.ExchangeConfig(
+        optimizer, elements, repeats, batch, downlink_of(optimizer, downlink), bucket_mb
+    )
+    rows: list[bench_exchange.ExchangeResult] = _measured_by_ranks(bench_exchange.measure, ranks, config)
     if not as_json:
-        Console().print(_exchange_table(plan.entry.label, ranks, rows))
-    settings = {"ranks": ranks, **asdict(plan)}
+        Console().print(_exchange_table(config.entry.label, ranks, rows))
+    settings = {"ranks": ranks, **asdict(config)}
     _write("exchange", settings, [asdict(row) for row in rows], as_json=as_json, out=out)
 
 
@@ -124,8 +126,8 @@ def whole_run(
 ) -> None:
     """Bytes over a whole run, dense steps included, counted between local ranks, against fp32 averages at all steps."""
     check_elements(elements, ranks)
-    plan = bench_bytes.Plan(elements, steps)
-    rows: list[bench_bytes.Row] = _measured_by_ranks(bench_bytes.measure, ranks, plan)
+    config = bench_bytes.BytesConfig(elements, steps)
+    rows: list[bench_bytes.BytesResult] = _measured_by_ranks(bench_bytes.measure, ranks, config)
     if not as_json:
         table = Table(title=f"Bytes over whole runs, {elements:,} parameters, {ranks} local ranks")
         for column in ("run", "steps", "dense", "silent", "sent a rank", "all dense", "ratio"):
@@ -141,7 +143,7 @@ def whole_run(
                 f"{row.ratio:.4f}",
             )
         Console().print(table)
-    _write("bytes", {"ranks": ranks, **asdict(plan)}, [asdict(row) for row in rows], as_json=as_json, out=out)
+    _write("bytes", {"ranks": ranks, **asdict(config)}, [asdict(row) for row in rows], as_json=as_json, out=out)
 
 
 @app.command()
@@ -178,26 +180,26 @@ def step(
     step_command.report(results, Console(), json=json, html=html, png=png)
 
 
-def _measured_by_ranks(work: Callable[..., list[Any]], ranks: int, plan: object) -> list[Any]:
+def _measured_by_ranks(work: Callable[..., list[Any]], ranks: int, config: object) -> list[Any]:
     """What local ranks measure. On a terminal a bar shows the progress."""
     errors = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
         tasks: dict[str, Any] = {}
 
-        def show(message: Turn) -> None:
+        def show(message: RepeatDone) -> None:
             if message.what not in tasks:
                 tasks[message.what] = progress.add_task(message.what, total=message.of)
             progress.update(tasks[message.what], completed=message.done)
 
         try:
-            return run_local_ranks(work, ranks, (plan,), show)
+            return run_local_ranks(work, ranks, (config,), show)
         except ChildError as error:
             errors.print(str(error), markup=False, highlight=False)
             raise typer.Exit(1) from None
 
 
-def _exchange_table(label: str, ranks: int, rows: list[bench_exchange.Row]) -> Table:
+def _exchange_table(label: str, ranks: int, rows: list[bench_exchange.ExchangeResult]) -> Table:
     table = Table(title=f"{label} between {ranks} local ranks on loopback")
     for column in ("what", label, "against", "its", "ratio", f"where {label}'s time went"):
         numeric = column in (label, "its", "ratio")

@@ -82,7 +82,11 @@ def demo(
         with _progress(console) as progress:
             comparison = Comparison(
                 *(
-                    _run(training.Plan(text, shape, batch, steps, seed, name, checked_downlink), ranks, progress)
+                    _run(
+                        training.TrainingConfig(text, shape, batch, steps, seed, name, checked_downlink),
+                        ranks,
+                        progress,
+                    )
                     for name in (None, optimizer)
                 )
             )
@@ -122,17 +126,17 @@ def _progress(console: Console) -> Progress:
     )
 
 
-def _run(plan: training.Plan, ranks: int, progress: Progress) -> training.Outcome:
+def _run(config: training.TrainingConfig, ranks: int, progress: Progress) -> training.TrainingResult:
     """Train as planned while the bar moves; where there is no bar, say when the run is over."""
-    label = plan.label
-    bar = progress.add_task(label, total=plan.steps, status=f"starting {ranks} ranks")
+    label = config.label
+    bar = progress.add_task(label, total=config.steps, status=f"starting {ranks} ranks")
 
-    def show(message: training.Progress) -> None:
+    def show(message: training.TrainingProgress) -> None:
         status = f"loss {message.loss:.3f}  {message.step / message.seconds:.1f} steps/s"
         progress.update(bar, completed=message.step, status=status)
 
-    outcome: training.Outcome = run_local_ranks(training.train, ranks, (plan,), show)
+    outcome: training.TrainingResult = run_local_ranks(training.train, ranks, (config,), show)
     if progress.disable:
         seconds = outcome.cumulative_seconds[-1]
-        progress.console.print(f"{label}: {plan.steps} steps in {seconds:.1f} s", highlight=False)
+        progress.console.print(f"{label}: {config.steps} steps in {seconds:.1f} s", highlight=False)
     return outcome

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 
-from thinwire.cli.training import Outcome
+from thinwire.cli.training import TrainingResult
 
 LINKS = {"1 Gbit/s": 1e9, "100 Mbit/s": 1e8}
 # The runs follow one another, so a machine that did something else meanwhile makes their times differ for no reason of
@@ -28,8 +28,8 @@ COMPARABLE_MEAN = 1.25
 class Comparison:
     """Two runs of the same model on the same data."""
 
-    baseline: Outcome
-    challenger: Outcome
+    baseline: TrainingResult
+    challenger: TrainingResult
 
     @property
     def times_are_comparable(self) -> bool:
@@ -39,7 +39,7 @@ class Comparison:
         steady = all(run.cumulative_seconds[-1] / run.steps <= COMPARABLE_MEAN * run.seconds.step for run in runs)
         return steady and max(computes) <= COMPARABLE_COMPUTE * min(computes)
 
-    def predicted_step_seconds(self, outcome: Outcome, bits_per_second: float) -> float:
+    def predicted_step_seconds(self, outcome: TrainingResult, bits_per_second: float) -> float:
         """Step time if every worker had such a link of its own.
 
         The exchange hides behind forward and backward, unless it only begins when they are over.
@@ -61,7 +61,9 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
     for label in (baseline.label, challenger.label, "ratio"):
         table.add_column(label, justify="right")
 
-    def add(name: str, show: Callable[[float], str], value: Callable[[Outcome], float], ratio: bool = True) -> None:
+    def add(
+        name: str, show: Callable[[float], str], value: Callable[[TrainingResult], float], ratio: bool = True
+    ) -> None:
         before, after = value(baseline), value(challenger)
         table.add_row(name, show(before), show(after), f"{before / after:.1f}×" if ratio and after > 0 else "")
 

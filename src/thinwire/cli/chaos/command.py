@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from thinwire.cli.chaos.results import Report
+from thinwire.cli.chaos.results import ChaosResults
 from thinwire.cli.chaos.run import ChaosRun, Limits, UnfinishedError
 from thinwire.cli.options import LARGEST_SEED, integer, number, output_file
 from thinwire.testbed import Testbed, TestbedUnavailable
@@ -44,7 +44,7 @@ def chaos(
         testbed = Testbed(hosts)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="'--hosts'") from None
-    report = Report(seed, hosts, timeout)
+    report = ChaosResults(seed, hosts, timeout)
     unfinished = ""
     try:
         with testbed, _folder() as folder, ForkServer(PRELOAD) as server:

@@ -85,7 +85,7 @@ class Ending:
 
 
 @dataclass
-class Report:
+class ChaosResults:
     """All of a run."""
 
     seed: int

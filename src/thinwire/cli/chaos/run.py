@@ -15,7 +15,7 @@ from thinwire.cli.chaos.episodes import Episode, episodes
 from thinwire.cli.chaos.faults import AT_START, FAULTS
 from thinwire.cli.chaos.injection import Injection
 from thinwire.cli.chaos.ranks import Attempt, Rank, RankResult
-from thinwire.cli.chaos.results import DIVERGENCE, LOST, Ending, Fault, Report, Wrong
+from thinwire.cli.chaos.results import DIVERGENCE, LOST, ChaosResults, Ending, Fault, Wrong
 from thinwire.cli.chaos.worker import RankConfig, main
 from thinwire.testbed import Testbed
 from thinwire.testbed.forkserver import ForkServer
@@ -64,7 +64,7 @@ class ChaosRun:
         testbed: Testbed,
         server: ForkServer,
         folder: Path,
-        report: Report,
+        report: ChaosResults,
         limits: Limits,
         on_news: Callable[[str], None],
         train: Callable[[Connection, RankConfig], None] = main,

@@ -31,7 +31,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PartOutcome:
     """The result of a part, or the reason why it has none."""
 
     seconds: float
@@ -57,16 +57,16 @@ class _Ended:
 
 def run_parts(
     device_type: str, ranks: int, parts: Sequence[Part], *, quick: bool, on_begin: Callable[[str], None]
-) -> dict[str, Outcome]:
+) -> dict[str, PartOutcome]:
     """The outcome of each part, by its name; `on_begin` gets the name of a part when it begins."""
-    outcomes: dict[str, Outcome] = {}
+    outcomes: dict[str, PartOutcome] = {}
     while left := [part for part in parts if part.name not in outcomes]:
         progress = _Progress(left, on_begin)
         try:
             with local_ranks(_work, ranks, (device_type, quick, tuple(left))) as group:
                 progress.follow(group)
         except (ChildError, TimeoutError) as error:
-            outcomes |= {name: Outcome(progress.seconds, error=str(error)) for name in progress.blamed()}
+            outcomes |= {name: PartOutcome(progress.seconds, error=str(error)) for name in progress.blamed()}
         outcomes |= progress.done
     return outcomes
 
@@ -89,7 +89,7 @@ class _Progress:
         self._ready = False
         self._part: str | None = None
         self._began = time.monotonic()
-        self.done: dict[str, Outcome] = {}
+        self.done: dict[str, PartOutcome] = {}
 
     @property
     def seconds(self) -> float:
@@ -122,7 +122,7 @@ class _Progress:
             self._on_begin(message.part)
         else:
             self._part = None
-            self.done[message.part] = Outcome(self.seconds, message.result)
+            self.done[message.part] = PartOutcome(self.seconds, message.result)
 
     def blamed(self) -> list[str]:
         """The parts to which a failure of the ranks belongs."""

@@ -40,7 +40,7 @@ class _Section:
 
 
 @dataclass(frozen=True)
-class Results:
+class SelftestResults:
     """All that the test has found."""
 
     device: str

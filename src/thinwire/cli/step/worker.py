@@ -51,7 +51,7 @@ class Record:
     """Means a step of the other counters of thinwire's optimizers."""
 
 
-class Turn:
+class MethodRun:
     """One method on one model, in the phases through which the parent leads all ranks."""
 
     def __init__(self, model: str, method: str, show_life: Callable[[], None]) -> None:
@@ -154,7 +154,7 @@ class _Rank:
             is_master=self._rank == 0,
             timeout=GLOO_TIMEOUT,
         )
-        self._turn: Turn | None = None
+        self._turn: MethodRun | None = None
         self._turns = 0
         self._last_sign = 0.0
 
@@ -167,7 +167,7 @@ class _Rank:
                 dist.init_process_group(
                     "gloo", store=store, rank=self._rank, world_size=self._world, timeout=GLOO_TIMEOUT
                 )
-                self._turn = Turn(**arguments, show_life=self._show_life)
+                self._turn = MethodRun(**arguments, show_life=self._show_life)
             case "warm up":
                 self._current().warm_up()
             case "settle":
@@ -184,7 +184,7 @@ class _Rank:
                 raise ValueError(f"unknown command {unknown!r}")
         return None
 
-    def _current(self) -> Turn:
+    def _current(self) -> MethodRun:
         if self._turn is None:
             raise RuntimeError("nothing is prepared: the first command is 'prepare'")
         return self._turn

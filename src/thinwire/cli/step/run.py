@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from thinwire.cli.step.methods import METHODS, obstacle
 from thinwire.cli.step.models import parameter_shapes
 from thinwire.cli.step.ranks import MeasurementError, Ranks
-from thinwire.cli.step.results import BASELINE, Plan, Turn, Unmeasured
+from thinwire.cli.step.results import BASELINE, Measurement, StepPlan, Unmeasured
 from thinwire.cli.step.worker import Record
 from thinwire.testbed import Testbed, parse_rate
 
@@ -24,7 +24,7 @@ class StartError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Progress:
+class BenchProgress:
     """The turn that is about to begin, or goes on."""
 
     turn: int
@@ -34,7 +34,7 @@ class Progress:
     method: str
 
 
-class Conductor:
+class BenchRun:
     """Runs a plan on a testbed.
 
     Every method takes a turn in every round, and each round begins with another method, so that a noisy neighbour hits
@@ -42,13 +42,13 @@ class Conductor:
     it warms up without any limit, to save time; and it is measured at the rate again.
     """
 
-    def __init__(self, testbed: Testbed, plan: Plan, on_progress: Callable[[Progress], None]) -> None:
+    def __init__(self, testbed: Testbed, plan: StepPlan, on_progress: Callable[[BenchProgress], None]) -> None:
         self._testbed = testbed
         self._plan = plan
         self._on_progress = on_progress
-        self._progress = Progress(0, 0, "", "", "")
+        self._progress = BenchProgress(0, 0, "", "", "")
         self._ranks: Ranks | None = None
-        self.turns: list[Turn] = []
+        self.turns: list[Measurement] = []
         self.unmeasured: list[Unmeasured] = []
 
     @property
@@ -63,7 +63,7 @@ class Conductor:
         try:
             for number, (model, rate, method) in enumerate(schedule, start=1):
                 if not any((gone.model, gone.method) == (model, method) for gone in self.unmeasured):
-                    self._progress = Progress(number, len(schedule), model, rate, method)
+                    self._progress = BenchProgress(number, len(schedule), model, rate, method)
                     self._on_progress(self._progress)
                     self._take_turn(model, rate, method)
         finally:
@@ -94,7 +94,7 @@ class Conductor:
             # Some of them may wait for the one that failed, and none is in a state to go on from.
             self._end_ranks()
 
-    def _measured(self, ranks: Ranks, model: str, rate: str, method: str) -> Turn:
+    def _measured(self, ranks: Ranks, model: str, rate: str, method: str) -> Measurement:
         patience = self._patience(model, rate)
         self._testbed.set_rate(rate)
         ranks.command(patience, "prepare", model=model, method=method)
@@ -108,7 +108,7 @@ class Conductor:
         after = self._testbed.bytes_sent()
         ranks.command(patience, "end")
         steps = len(records[0].step)
-        return Turn(
+        return Measurement(
             model=model,
             method=method,
             rate=rate,
