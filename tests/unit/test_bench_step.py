@@ -175,7 +175,7 @@ def test_bucket_sizes_are_in_the_names() -> None:
 
 
 def test_what_makes_no_sense_is_skipped_with_a_reason() -> None:
-    assert obstacle("birder-hierarchical", Cluster(4, 1)) == "one rank a host: the same as flat"
+    assert obstacle("birder-hierarchical", Cluster(4, 1)) == "one rank per host: the same as flat"
     assert obstacle("birder-hierarchical", Cluster(2, 2)) is None
     for name in CANNOT_RUN:
         assert "deepspeed" in str(obstacle(name, Cluster(4, 1)))
@@ -245,7 +245,7 @@ def test_end_to_end(tmp_path: Path) -> None:
     assert finished.returncode == 0, finished.stderr
     assert finished.stderr == ""
     assert "20 Mbit/s" in finished.stdout
-    assert "birder-hierarchical skipped on lm-tiny: one rank a host" in finished.stdout
+    assert "birder-hierarchical skipped on lm-tiny: one rank per host" in finished.stdout
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
     assert "</html>" in (tmp_path / "report.html").read_text(encoding="utf-8")
 

@@ -188,7 +188,7 @@ def test_predictions_are_made_step_by_step() -> None:
     print_comparison(console, comparison)
     printed = console.file.getvalue()  # type: ignore[attr-defined]
     assert "Steps of before" in printed
-    assert "one is dense. Bytes a step and predicted times are means over the whole run" in printed
+    assert "one is dense. Bytes per step and predicted times are means over the whole run" in printed
 
 
 @pytest.mark.timeout(60)

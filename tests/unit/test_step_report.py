@@ -68,7 +68,7 @@ def results() -> StepResults:
     turns += [turn(rate, method, factor * STEPS[rate]["birder"]) for rate in STEPS for method, factor in sweep.items()]
     unmeasured = [
         Unmeasured("lm-7m", "powersgd", "failed", CRASH, "rank 1: terminate called"),
-        Unmeasured("lm-7m", "birder-hierarchical", "skipped", "one rank a host: the same as flat"),
+        Unmeasured("lm-7m", "birder-hierarchical", "skipped", "one rank per host: the same as flat"),
     ]
     return StepResults("thinwire bench step --methods all", MACHINE, plan, turns, unmeasured)
 
@@ -204,7 +204,7 @@ def test_tables_fit_the_terminal(results: StepResults, width: int) -> None:
     assert re.search(r"birder +200 ms", printed)
     assert "18.0×" in printed
     assert ("190–220 ms" in printed) is (width == 140)
-    assert "one rank a host: the same as flat" in printed
+    assert "one rank per host: the same as flat" in printed
     assert "op.preamble.length <= op.nbytes" in " ".join(printed.split())
     assert "MISSED" not in printed
 
@@ -393,7 +393,7 @@ def hostile(document: Document, changed: dict[str, str]) -> Document:
 
 FREE = (
     *("thinwire bench step --methods all", "<an honest CPU>", "2.13.0", "2026-11-16 00:00 UTC", "cpu", "torch"),
-    *("powersgd", "failed", "birder-hierarchical", "skipped", CRASH, "one rank a host: the same as flat"),
+    *("powersgd", "failed", "birder-hierarchical", "skipped", CRASH, "one rank per host: the same as flat"),
 )
 """Strings of the file that may be anything, and that the page shows."""
 

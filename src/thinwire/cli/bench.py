@@ -93,7 +93,7 @@ def exchange(
     elements: Annotated[int, integer(FEWEST_ELEMENTS, "Size of the update.", maximum=MOST_ELEMENTS)] = 25_000_000,
     repeats: _Repeats = 11,
     batch: Annotated[
-        int, integer(1, "Windows of 64 characters a rank, for the training step.", maximum=MOST_WINDOWS)
+        int, integer(1, "Windows of 64 characters per rank, for the training step.", maximum=MOST_WINDOWS)
     ] = 2,
     downlink: Annotated[
         Downlink | None, typer.Option(show_default="bit", help="What comes back from Birder's vote.")
@@ -130,7 +130,7 @@ def whole_run(
     rows: list[bench_bytes.BytesResult] = _measured_by_ranks(bench_bytes.measure, ranks, config)
     if not as_json:
         table = Table(title=f"Bytes over whole runs, {elements:,} parameters, {ranks} local ranks")
-        for column in ("run", "steps", "dense", "silent", "sent a rank", "all dense", "ratio"):
+        for column in ("run", "steps", "dense", "silent", "sent per rank", "all dense", "ratio"):
             table.add_column(column, justify="left" if column == "run" else "right")
         for row in rows:
             table.add_row(
@@ -149,8 +149,8 @@ def whole_run(
 @app.command()
 def step(
     hosts: Annotated[int, integer(2, "Hosts, each with a link of its own.")] = 4,
-    ranks: Annotated[int, integer(1, "Ranks a host.", maximum=MOST_RANKS)] = 1,
-    rates: Annotated[str, typer.Option(help="What a host may send, in tc's words.")] = "100mbit,1gbit,unlimited",
+    ranks: Annotated[int, integer(1, "Ranks per host.", maximum=MOST_RANKS)] = 1,
+    rates: Annotated[str, typer.Option(help="Rate of each host's link, as tc writes it.")] = "100mbit,1gbit,unlimited",
     methods: Annotated[str, typer.Option(help=f"{', '.join(step_command.ALL_METHODS)}, or all.")] = "all",
     models: Annotated[str, typer.Option(help=f"{', '.join(MODELS)}, or all.")] = "lm-7m",
     rounds: Annotated[
@@ -167,7 +167,7 @@ def step(
     html: Annotated[Path | None, output_file("Write a page with charts that needs no network.")] = None,
     png: Annotated[Path | None, output_file("Write the charts as a picture.")] = None,
 ) -> None:
-    """Training steps over links as slow as you say, for what people use today and for thinwire's optimizers.
+    """Measure training steps over slow links, with today's methods and with thinwire's optimizers.
 
     Hosts are network namespaces of this machine (Linux, root, ip and tc). Every method takes turns with all others.
     """

@@ -110,7 +110,7 @@ def _count(report: Report, run: CountedRun, elements: int) -> BytesResult:
         dense_steps=kinds["dense"],
         silent_steps=kinds["silent"],
         bytes_sent=mean,
-        baseline="2(n-1)/n · 4 bytes a parameter and step",
+        baseline="2(n-1)/n · 4 bytes per parameter and step",
         baseline_bytes=dense,
         ratio=mean / dense,
     )

@@ -91,7 +91,7 @@ def _memory(ours: nn.Parameter, config: ExchangeConfig) -> ExchangeResult:
     return ExchangeResult(
         name="peak memory beyond parameters and gradients",
         value=extra / config.elements,
-        unit="bytes a parameter",
+        unit="bytes per parameter",
         baseline="AdamW's two fp32 moments",
         baseline_value=8.0,
         ratio=extra / config.elements / 8.0,
@@ -235,7 +235,7 @@ def _tensor_bytes(optimizer: WireOptimizer) -> int:
 
 
 def _peak_bytes(*, reset: bool) -> int | None:
-    """The most memory that this process has held since the last reset; None where the system does not tell."""
+    """The most memory that this process has held since the last reset; None where the system does not report it."""
     process = Path("/proc/self")
     if not (process / "clear_refs").exists():
         return None

@@ -33,8 +33,8 @@ class KernelResult:
     baseline: str
     baseline_seconds: float
     ratio: float
-    """Bytes a second against a memcpy's, unless the name says otherwise: how many times faster, or the time in times of
-    the baseline's, where less is better."""
+    """Bytes per second relative to memcpy. If the name states otherwise: the speed-up, or the time relative to
+    the baseline, where less is better."""
     higher_is_better: bool = True
 
 
@@ -44,7 +44,7 @@ class _Case:
     run: Callable[[], object]
     bytes_per_element: float
     judged: Literal["bytes", "speed", "time"] = "bytes"
-    """By what against a memcpy of as many fp32 elements: bytes a second, how many times faster, or times the time."""
+    """By what against a memcpy of as many fp32 elements: bytes per second, how many times faster, or times the time."""
 
 
 def measure(elements: int, repeats: int) -> list[KernelResult]:

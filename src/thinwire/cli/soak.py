@@ -169,7 +169,7 @@ def soak(
     optimizer: Annotated[str, optimizer_name(offered("demo"), "What trains")] = "birder",
     json: Annotated[Path | None, output_file("Write all samples to this file.")] = None,
 ) -> None:
-    """Train a tiny model for very long, and see that no rank's memory, descriptors or threads grow.
+    """Train a tiny model for many steps, and check that no rank's memory, descriptors or threads grow.
 
     Every rank is looked at a hundred times. From a tenth of the run on memory may grow by less than 1 %, and the number
     of descriptors and of threads must stay as it is; otherwise the exit code is 1.

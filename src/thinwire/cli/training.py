@@ -27,7 +27,7 @@ from thinwire.optimizers._base import WireOptimizer
 ADAMW = {"lr": 5e-3, "betas": (0.7, 0.95), "weight_decay": WEIGHT_DECAY, "fused": True}
 EVALUATIONS = 12
 PROBES = 20
-# The first steps build DDP's buckets, fault memory in and fill caches; they say nothing about the rest.
+# The first steps build DDP's buckets, fault memory in and fill caches; they are not typical of the rest.
 WARM_UP_STEPS = 10
 VALIDATION_WINDOWS = 512
 VALIDATION_BATCH = 32
@@ -48,7 +48,7 @@ class TrainingConfig:
 
     @property
     def entry(self) -> Entry | None:
-        """What the registry says of the optimizer; None for AdamW."""
+        """The optimizer's entry in the registry; None for AdamW."""
         return None if self.optimizer is None else OPTIMIZERS[self.optimizer].with_downlink(self.downlink)
 
     @property
@@ -92,7 +92,7 @@ class StepSeconds:
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """What a run showed. The curves have a value a step; validation is pairs of (step, loss)."""
+    """What a run showed. The curves have one value per step; validation is pairs of (step, loss)."""
 
     label: str
     settings: dict[str, Any]

@@ -206,7 +206,7 @@ class Testbed:
         with _kernel_feature("network namespaces"):
             run_tool("ip", "netns", "add", switch)
         if self._delay is not None:
-            # Asked first, and of a loopback that nobody uses: small kernels have all but this.
+            # Checked first, on an unused loopback: small kernels have all features but this.
             with _kernel_feature("netem for delay="):
                 delay_egress(switch, "lo", self._delay)
         with _kernel_feature("bridges"):

@@ -24,14 +24,14 @@ PRELOAD = ("thinwire.cli.chaos.worker", "torch._dynamo")
 
 
 def chaos(
-    minutes: Annotated[float, number(0, 1e5, "After so long there are no more faults.")] = 5.0,
+    minutes: Annotated[float, number(0, 1e5, "Inject no more faults after this time.")] = 5.0,
     seed: Annotated[
         int, integer(0, "Decides the models, the data and the faults, but for their timing.", maximum=LARGEST_SEED)
     ] = 0,
     hosts: Annotated[int, integer(2, "Hosts, with one rank each.")] = 4,
-    faults: Annotated[int | None, integer(1, "After so many there are no more.")] = None,
+    faults: Annotated[int | None, integer(1, "Inject at most this many faults.")] = None,
     timeout: Annotated[float, number(1, 3600, "Of the process groups, in seconds.")] = 5.0,
-    json: Annotated[Path | None, output_file("Write everything that happened to this file.")] = None,
+    json: Annotated[Path | None, output_file("Write all faults and results to this file.")] = None,
 ) -> None:
     """Kill, freeze, cut off, slow down and corrupt ranks that train, and compare with a run without faults, to the bit.
 

@@ -22,7 +22,7 @@ Complain = Callable[[str, Rank | None, str], None]
 
 @dataclass
 class Injection:
-    """What a fault needs: the ranks, their network, and somebody to complain to."""
+    """What a fault needs: the ranks, their network, and where to report violations."""
 
     testbed: Testbed
     attempt: Attempt
@@ -46,7 +46,7 @@ class Injection:
         return [rank for rank in self.ranks if rank not in victims]
 
     def inflict(self, victims: Sequence[Rank]) -> None:
-        """Note who is about to be hit; from now on time counts."""
+        """Record the victims, and start the clock."""
         self.fault.victims = [rank.number for rank in victims]
         self.fault.step = max(rank.step for rank in self.ranks)
         for rank in self.ranks:
@@ -54,7 +54,7 @@ class Injection:
         self.begin_again()
 
     def begin_again(self) -> None:
-        """From now on time counts anew."""
+        """Restart the clock."""
         for rank in self.attempt.living:
             rank.begin_to_count()
         self._since = time.monotonic()
@@ -166,7 +166,7 @@ class Injection:
     def _give_up(self) -> None:
         """Say of all ranks why they do not go on, and have them start again."""
         self.fault.restarted = True
-        # If somebody has failed, the others are about to hear of it.
+        # If a rank has failed, the others are about to notice.
         self.begin_again()
         while self.attempt.failed and self.attempt.living and self._in_time():
             self.attempt.receive(_BLINK)

@@ -93,7 +93,7 @@ class ChaosRun:
         return self._limits.reached(faults) or (most_faults is not None and faults >= most_faults)
 
     def _remove(self, checkpoints: str) -> None:
-        # There are none if nobody got as far as that.
+        # There are none if no rank got as far as that.
         if (self._folder / checkpoints).exists():
             shutil.rmtree(self._folder / checkpoints)
 

@@ -172,7 +172,7 @@ class _Run:
 
 
 def _corrupt_a_packet(draw: random.Random, channel: Connection) -> None:
-    """Let one of the next packets go out with one bit flipped, after its checksum was made, and tell of it."""
+    """Let one of the next packets go out with one bit flipped, after its checksum was made, and report it."""
     # The method of all groups in this process, and as it is in the class: got from it, it would no longer bind.
     bound = vars(dist.ProcessGroup)["send"]
     send = dist.ProcessGroup.send

@@ -32,7 +32,7 @@ class Device(str, Enum):
 
 
 class UnfitMachineError(Exception):
-    """This machine cannot do what was asked for; the message says what would be right."""
+    """This machine cannot do what was asked for; the message suggests an alternative."""
 
 
 def selftest(

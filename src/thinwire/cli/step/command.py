@@ -28,7 +28,7 @@ def plan(
     """What the options ask for; lists are separated by commas.
 
     Raises:
-        typer.BadParameter: for a name or number that nobody knows.
+        typer.BadParameter: for an unknown name or number.
     """
     swept = tuple(with_buckets(size) for size in _bucket_sizes(buckets))
     return StepPlan(

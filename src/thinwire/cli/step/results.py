@@ -50,7 +50,7 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What a method did in one turn: seconds a step (`compute`: a probe), means over ranks."""
+    """What a method did in one turn: seconds per step (`compute`: per probe), means over ranks."""
 
     model: str
     method: str
@@ -58,12 +58,12 @@ class Measurement:
     step: list[float]
     optimizer: list[float]
     exposed_wait: list[float]
-    """Empty where a method does not tell."""
+    """Empty where a method does not report it."""
     compute: list[float]
     bytes_sent: list[float]
-    """By each host, a step."""
+    """By each host, per step."""
     thinwire: dict[str, float]
-    """Counters of thinwire's optimizers, means a step."""
+    """Counters of thinwire's optimizers, means per step."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class StepResult:
-    """A method at a rate, over all rounds. Times in seconds a step, bytes a step and host."""
+    """A method at a rate, over all rounds. Times in seconds per step, bytes per step and host."""
 
     model: str
     method: str
@@ -116,9 +116,9 @@ class StepResult:
     bytes_sent: float
     bytes_theory: float
     speed_up: float | None
-    """Steps a second, relative to `BASELINE`."""
+    """Steps per second, relative to `BASELINE`."""
     to_limit: float | None
-    """Time a step, relative to `LIMIT`."""
+    """Time per step, relative to `LIMIT`."""
     bound: float
     """max(compute, bytes_theory at the rate), in seconds: no method that sends so much can be faster."""
     to_bound: float
@@ -144,7 +144,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def _cycle_means(values: Sequence[float], cycle: int) -> list[float]:
-    """A value a step as one a cycle, so that rare steps that cost more have their share in what is typical."""
+    """One value per cycle from one per step, so that rare steps that cost more have their share in what is typical."""
     return [statistics.fmean(values[first : first + cycle]) for first in range(0, len(values), cycle)]
 
 
@@ -193,7 +193,7 @@ class StepResults:
             first, step, cycle = own[0], steps[method], cycles[method]
             optimizer = statistics.median(s for turn in own for s in _cycle_means(turn.optimizer, cycle))
             waits = [s for turn in own for s in _cycle_means(turn.exposed_wait, cycle)]
-            # A difference of medians: what comes out below zero is zero as far as this run can tell.
+            # A difference of medians: a value below zero is zero within the noise of this run.
             beyond = max(0.0, step.median - compute - optimizer)
             theory = method_named(method).theory(self.plan.cluster, parameter_shapes(first.model))
             wait = statistics.median(waits) if waits else beyond if theory > 0 else 0.0
@@ -225,7 +225,7 @@ class StepResults:
 
     @classmethod
     def from_json(cls, text: str) -> StepResults:
-        """Read what `to_json` wrote; what follows from the measurements is computed anew.
+        """Read what `to_json` wrote; what follows from the measurements is computed again.
 
         Raises:
             ValueError: for anything else; the message names the field.

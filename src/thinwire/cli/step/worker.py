@@ -38,7 +38,7 @@ GLOO_TIMEOUT = timedelta(hours=1)
 
 @dataclass
 class Record:
-    """What one rank saw, in seconds: lists have a value a step."""
+    """What one rank measured, in seconds: lists have one value per step."""
 
     step: list[float] = field(default_factory=list)
     optimizer: list[float] = field(default_factory=list)
@@ -46,9 +46,9 @@ class Record:
     exposed_wait: list[float] = field(default_factory=list)
     """As thinwire's optimizers report it; empty for others."""
     compute: list[float] = field(default_factory=list)
-    """Forward and backward while nobody sends, a value a probe."""
+    """Forward and backward while no rank sends, one value per probe."""
     thinwire: dict[str, float] = field(default_factory=dict)
-    """Means a step of the other counters of thinwire's optimizers."""
+    """Means per step of the other counters of thinwire's optimizers."""
 
 
 class MethodRun:

@@ -42,21 +42,21 @@ class _Progress:
 
 
 def study_command(
-    output: Annotated[Path, typer.Option(help="Where results are kept, and looked for.")] = Path("thinwire-study"),
+    output: Annotated[Path, typer.Option(help="Folder of the results, to continue from.")] = Path("thinwire-study"),
     task: Annotated[list[str] | None, typer.Option(help="Only this task (again for another).")] = None,
     method: Annotated[list[str] | None, typer.Option(help="Only this optimizer (again for another).")] = None,
     text: Annotated[Path | None, typer.Option(help="UTF-8 file; by default the help texts of Python.")] = None,
     pictures: Annotated[Path, typer.Option(help="Directory of the four IDX files.")] = FASHION_MNIST,
     steps: Annotated[int | None, integer(1, "Of every run; by default what a task needs.")] = None,
-    jobs: Annotated[int, integer(1, "Runs at a time, a core each.", maximum=MOST_RANKS)] = os.cpu_count() or 1,
+    jobs: Annotated[int, integer(1, "Searches at a time, one core each.", maximum=MOST_RANKS)] = os.cpu_count() or 1,
     processes: Annotated[
-        bool, typer.Option(help="A process a worker, DDP and attach instead of virtual workers: the same bits.")
+        bool, typer.Option(help="One process per worker, DDP and attach instead of virtual workers: the same bits.")
     ] = False,
-    only_report: Annotated[bool, typer.Option("--report", help="Run nothing; report what there is.")] = False,
+    only_report: Annotated[bool, typer.Option("--report", help="Run nothing; report the stored results.")] = False,
 ) -> None:
-    """Does it train as well? Every optimizer on three tasks, its settings searched, the best of them on five seeds.
+    """Compare convergence: search the settings of every optimizer on three tasks, and run the best on five seeds.
 
-    Stop it whenever you like: it goes on where it was.
+    You can stop it at any time: the next call continues.
     """
     sources = Sources(text, pictures)
     known = {name: each if steps is None else replace(each, steps=steps) for name, each in tasks(sources).items()}

@@ -106,7 +106,7 @@ def run_virtually(run: Run, tell: Tell = _told_nobody) -> Result:
 
 
 def run_really(run: Run, tell: Tell = _told_nobody) -> Result:
-    """Train with a process a worker, DDP and `attach`."""
+    """Train with one process per worker, DDP and `attach`."""
     return launch.run_local_ranks(_train_in_process, WORKERS, (run,), tell)
 
 
