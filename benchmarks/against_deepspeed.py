@@ -37,9 +37,10 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import thinwire
-from thinwire.cli.launch import Report, WorkerError, run_workers
+from thinwire.cli.launch import Report, run_local_ranks
 from thinwire.cli.stages import DENSE_STEPS, WARMED_UP
 from thinwire.metrics import Stopwatch
+from thinwire.testbed.supervisor import ChildError
 
 VERSION = "0.19.6"
 BAR = 4.0
@@ -120,8 +121,8 @@ def scaled_signs(rows: Tensor) -> tuple[Tensor, Tensor]:
     return said, rows - said
 
 
-def measure(report: Report, elements: int, repeats: int) -> None:
-    """Run on every rank; rank 0 reports `Seconds`."""
+def measure(report: Report, elements: int, repeats: int) -> Seconds:
+    """Run on every rank."""
     backend = deepspeed_backend()
     check_results(backend)
     torch.manual_seed(dist.get_rank())
@@ -149,7 +150,7 @@ def measure(report: Report, elements: int, repeats: int) -> None:
                 seconds[name].append(time.perf_counter() - began)
                 if name == THEIRS:
                     seconds[PACKER].append(backend.packer.watch.seconds - packing)
-    report(seconds)
+    return seconds
 
 
 def print_results(ranks: int, elements: int, repeats: int, seconds: Seconds) -> None:
@@ -185,14 +186,13 @@ def main() -> None:
         is_there = f"deepspeed {versions[0]} is" if versions else "deepspeed is not"
         sys.exit(f"{parser.prog}: {is_there} installed, {VERSION} is needed: pip install 'thinwire[bench]'")
 
-    os.environ.update(PAGE_REUSE, DS_ACCELERATOR="cpu")  # for the workers, which are new processes
-    heard: list[Seconds] = []
+    os.environ.update(PAGE_REUSE, DS_ACCELERATOR="cpu")  # for the ranks, which are new processes
     try:
         with Console(stderr=True).status("This takes a minute or two."):
-            run_workers(measure, plan.ranks, (plan.elements, plan.repeats), heard.append)
-    except WorkerError as error:
+            seconds: Seconds = run_local_ranks(measure, plan.ranks, (plan.elements, plan.repeats), print)
+    except ChildError as error:
         sys.exit(f"{parser.prog}: {error}")
-    print_results(plan.ranks, plan.elements, plan.repeats, heard[0])
+    print_results(plan.ranks, plan.elements, plan.repeats, seconds)
 
 
 if __name__ == "__main__":

@@ -2,37 +2,30 @@
 
     ended = run_to_the_end([Run(function, 3, (argument,))])       # [[Ended of rank 0, of rank 1, of rank 2]]
 
-Children of multiprocessing leave by os._exit. These are forked by a program, `python -m tests.forked`, that has
-imported torch once; each runs `function(rank, world_size, *args)` with a process group, and then leaves the main module
-by its end. All clocks are `time.monotonic()`, which all processes of a machine share.
+The ranks of `tests.harness` leave by os._exit. These run `function(rank, world_size, *args)` with a process group, and
+then leave through the whole exit of Python. All clocks are `time.monotonic()`, which all processes of a machine share.
 """
 
 from __future__ import annotations
 
 import faulthandler
-import gc
 import os
-import pickle
 import signal
-import subprocess
-import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo
 import torch.distributed as dist
-import torch.nn.parallel
 
-import thinwire  # noqa: F401  imported once for all ranks
+from tests.harness import fork_server
+from thinwire.testbed.supervisor import Child, Supervisor
 
-ROOT = Path(__file__).parents[1]
 START_SECONDS = 60.0
 """Within which all ranks of a run must have started."""
 
@@ -71,86 +64,71 @@ class Ended:
 
 def run_to_the_end(runs: Sequence[Run], at_once: int = 24) -> list[list[Ended]]:
     """Run all of them, with at most so many processes at a time; what became of every rank of every run."""
-    with tempfile.TemporaryDirectory(prefix="thinwire-forked-") as name:
-        directory = Path(name)
-        (directory / "runs").write_bytes(pickle.dumps((list(runs), at_once)))
-        subprocess.run([sys.executable, "-m", "tests.forked", name], cwd=ROOT, check=True)
-        return pickle.loads((directory / "ended").read_bytes())
+    with Supervisor(fork_server(), grace=0.0) as children:
+        waiting, running, started = list(runs), [], []
+        while waiting or running:
+            if waiting and (not children.living or len(children.living) + waiting[0].world_size <= at_once):
+                run = _Running(children, waiting.pop(0), children.folder / f"run-{len(started)}")
+                started.append(run)
+                running.append(run)
+                continue
+            nearest = min(run.deadline for run in running)
+            reports = children.receive(nearest - time.monotonic())
+            for run in running:
+                run.reports |= {child.pid: report for child, report in reports if child in run.ranks}
+                run.look_after()
+            running = [run for run in running if run.living]
+        return [run.ended() for run in started]
 
 
-# The program ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass
 class _Running:
-    run: Run
-    directory: Path
-    began: float
-    ranks: dict[int, int] = field(default_factory=dict)
-    """By process."""
-    ended: dict[int, Ended] = field(default_factory=dict)
-    continued: bool = False
+    """The ranks of a run that has started."""
 
-    def end(self, pid: int, status: int | None) -> None:
-        rank = self.ranks.pop(pid)
-        report = self.directory / f"{rank}.report"
-        self.ended[rank] = Ended(
-            report=pickle.loads(report.read_bytes()) if report.exists() else None,
-            status=status,
-            at=time.monotonic(),
-            log=(self.directory / f"{rank}.log").read_text(),
-        )
+    def __init__(self, children: Supervisor, run: Run, directory: Path) -> None:
+        directory.mkdir()
+        self._run, self._continued = run, False
+        self.deadline = time.monotonic() + run.deadline
+        """When to look after it although nothing has happened."""
+        self.ranks = [
+            children.start(_be_rank, run, rank, directory, log=directory / f"{rank}.log", supervised=False)
+            for rank in range(run.world_size)
+        ]
+        self.reports: dict[int, Any] = {}
+        self._hung: set[Child] = set()
+
+    @property
+    def living(self) -> list[Child]:
+        return [rank for rank in self.ranks if rank.exit_code is None]
 
     def look_after(self) -> None:
-        """Continue who has stopped, if it is time, and end what takes too long."""
-        if list(self.ranks.values()) == [self.run.stops] and not self.continued:
-            self.continued = True
-            os.kill(next(iter(self.ranks)), signal.SIGCONT)
-        if time.monotonic() > self.began + self.run.deadline:
-            for pid in list(self.ranks):
-                os.kill(pid, signal.SIGCONT)
-                os.kill(pid, signal.SIGUSR1)  # tell where all threads are
+        """Continue the rank that has stopped, if it is time, and end what takes too long."""
+        stopped = None if self._run.stops is None else self.ranks[self._run.stops]
+        if self.living == [stopped] and not self._continued:
+            self._continued = True
+            self.living[0].signal(signal.SIGCONT)
+        if time.monotonic() > self.deadline:
+            for rank in self.living:
+                self._hung.add(rank)
+                rank.signal(signal.SIGCONT)
+                rank.signal(signal.SIGUSR1)  # writes the stacks of all threads
                 time.sleep(0.2)
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-                self.end(pid, None)
+                rank.signal(signal.SIGKILL)
+            self.deadline = time.monotonic() + START_SECONDS
+
+    def ended(self) -> list[Ended]:
+        """What became of each rank."""
+        return [
+            Ended(
+                report=self.reports.get(rank.pid),
+                status=None if rank in self._hung else rank.exit_code,
+                at=rank.ended_at,
+                log="" if rank.log is None else rank.log.read_text(),
+            )
+            for rank in self.ranks
+        ]
 
 
-def main(name: str) -> None:
-    """Start all runs, and wait for their ranks. Ranks return from here too, when they are done."""
-    directory = Path(name)
-    gc.freeze()  # or every rank would go through all of torch once more when it exits
-    runs, at_once = pickle.loads((directory / "runs").read_bytes())
-    waiting, running, done = list(enumerate(runs)), {}, {}
-    while waiting or running:
-        alive = sum(len(each.ranks) for each in running.values())
-        if waiting and (not alive or alive + waiting[0][1].world_size <= at_once):
-            number, run = waiting.pop(0)
-            mine = _Running(run, directory / str(number), time.monotonic())
-            mine.directory.mkdir()
-            for rank in range(run.world_size):
-                pid = os.fork()
-                if pid == 0:
-                    _be_rank(run, rank, mine.directory)
-                    return
-                mine.ranks[pid] = rank
-            running[number] = mine
-        pid, status = os.waitpid(-1, os.WNOHANG) if running else (0, 0)
-        for number, mine in list(running.items()):
-            if pid in mine.ranks:
-                mine.end(pid, os.waitstatus_to_exitcode(status))
-            mine.look_after()
-            if not mine.ranks:
-                done[number] = [ended for _, ended in sorted(running.pop(number).ended.items())]
-        if not pid:
-            time.sleep(0.01)
-    (directory / "ended").write_bytes(pickle.dumps([done[number] for number in range(len(runs))]))
-
-
-def _be_rank(run: Run, rank: int, directory: Path) -> None:
-    log = os.open(directory / f"{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+def _be_rank(channel: Connection, run: Run, rank: int, directory: Path) -> None:
     faulthandler.register(signal.SIGUSR1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
@@ -158,8 +136,7 @@ def _be_rank(run: Run, rank: int, directory: Path) -> None:
     timeout = timedelta(seconds=run.timeout)
     store = _meet(run, rank, directory, timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=run.world_size, timeout=timeout)
-    report = run.function(rank, run.world_size, *run.args)
-    (directory / f"{rank}.report").write_bytes(pickle.dumps(report))
+    channel.send(run.function(rank, run.world_size, *run.args))
     if run.in_haste:
         os._exit(0)
 
@@ -175,9 +152,3 @@ def _meet(run: Run, rank: int, directory: Path, timeout: timedelta) -> dist.Stor
     files.set(f"started/{rank}", "")
     files.wait(["port", *(f"started/{other}" for other in range(run.world_size))])
     return own or dist.TCPStore("127.0.0.1", int(files.get("port")), timeout=timeout)
-
-
-if __name__ == "__main__":
-    from tests.forked import main as program  # whose classes are those that the tests know
-
-    program(sys.argv[1])

@@ -10,46 +10,41 @@ connection because another was faster.
 
 from __future__ import annotations
 
-import ctypes
-import multiprocessing
-import os
-import subprocess
-import tempfile
+import atexit
+import functools
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-CLONE_NEWNET = 0x40000000
+from thinwire.testbed import Testbed
+from thinwire.testbed.forkserver import ForkServer
+from thinwire.testbed.supervisor import Raised, Returned, Supervisor
+
 GRACE_SECONDS = 5.0
 """How long the others may take to finish once one rank has failed: they often wait for a peer that will not come."""
 
-_processes = multiprocessing.get_context("forkserver")
 # What ranks would otherwise import each for itself. Making any torch optimizer imports torch._dynamo, which takes over
 # a second; the oracles, which come with their cases, are long to compile where bytecode is not written.
-_processes.set_forkserver_preload(
-    [
-        *("numpy", "pytest", "torch.nn.parallel", "torch._dynamo", "torch.distributed.checkpoint.state_dict"),
-        *("thinwire.cli.app", "tests.distributed.common", "tests.distributed.oracle_cases"),
-    ]
+PRELOAD = (
+    *("numpy", "pytest", "torch.nn.parallel", "torch._dynamo", "torch.distributed.checkpoint.state_dict"),
+    *("thinwire.cli.app", "tests.distributed.common", "tests.distributed.oracle_cases"),
 )
 
 
-@dataclass(frozen=True)
-class Raised:
-    """What a rank raised: the exception itself cannot always cross a process boundary, its text can."""
-
-    type_name: str
-    message: str
-    traceback: str
+@functools.cache
+def fork_server() -> ForkServer:
+    """The one fork server of this test process."""
+    server = ForkServer(PRELOAD).__enter__()
+    atexit.register(server.__exit__)
+    server.wait()
+    return server
 
 
 class FailedRanksError(AssertionError):
@@ -57,17 +52,17 @@ class FailedRanksError(AssertionError):
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0, network: int | None = None
+    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0, network: str | None = None
 ) -> list[Any]:
     """Every rank's result in rank order. Raises `FailedRanksError` with the tracebacks if any rank did not return.
 
-    Tensors come back as NumPy arrays. `network` is the pid of a process whose network namespace the ranks enter.
+    Tensors come back as NumPy arrays. `network` is the network namespace that the ranks enter.
     """
     outcomes = _run(function, world_size, args, timeout, network, patience=GRACE_SECONDS)
     failures = [f"rank {rank}:\n{o.traceback}" for rank, o in enumerate(outcomes) if isinstance(o, Raised)]
     if failures:
         raise FailedRanksError("\n".join(failures))
-    return outcomes
+    return [outcome.value for outcome in outcomes if isinstance(outcome, Returned)]
 
 
 def run_ranks_expecting_errors(
@@ -75,11 +70,12 @@ def run_ranks_expecting_errors(
 ) -> list[Raised]:
     """Every rank's exception in rank order. Raises `FailedRanksError` if any rank returned instead."""
     outcomes = _run(function, world_size, args, timeout, network=None, patience=timeout)
-    returned = [rank for rank, outcome in enumerate(outcomes) if not isinstance(outcome, Raised)]
-    if returned:
-        raised = [f"rank {r}:\n{o.traceback}" for r, o in enumerate(outcomes) if isinstance(o, Raised)]
-        raise FailedRanksError("\n".join([f"ranks {returned} returned, an exception was due on all", *raised]))
-    return outcomes
+    raised = [outcome for outcome in outcomes if isinstance(outcome, Raised)]
+    if len(raised) < world_size:
+        returned = [rank for rank, outcome in enumerate(outcomes) if isinstance(outcome, Returned)]
+        tracebacks = [error.traceback for error in raised]
+        raise FailedRanksError("\n".join([f"ranks {returned} returned, an exception was due on all", *tracebacks]))
+    return raised
 
 
 def _run(
@@ -87,100 +83,51 @@ def _run(
     world_size: int,
     args: Sequence[Any],
     timeout: float,
-    network: int | None,
+    network: str | None,
     patience: float,
-) -> list[Any]:
-    with tempfile.TemporaryDirectory(prefix="thinwire-ranks-") as directory:
-        connections, processes = [], []
+) -> list[Returned | Raised]:
+    environment = {"GLOO_SOCKET_IFNAME": "lo"}
+    with Supervisor(fork_server(), grace=0.0) as ranks:
+        store = str(ranks.folder / "store")
         for rank in range(world_size):
-            ours, theirs = _processes.Pipe()
-            store = os.path.join(directory, "store")
-            process = _processes.Process(
-                target=_rank_main,
-                args=(theirs, function, rank, world_size, args, store, timeout, network),
-                name=f"rank-{rank}",
-                daemon=True,
-            )
-            process.start()
-            theirs.close()
-            connections.append(ours)
-            processes.append(process)
-        try:
-            outcomes = _collect(connections, timeout, patience)
-            for rank in outcomes:
-                _release(connections[rank])
-            for rank in outcomes:
-                processes[rank].join(GRACE_SECONDS)
-        finally:
-            for process, connection in zip(processes, connections, strict=True):
-                connection.close()
-                if process.is_alive():
-                    process.kill()
-                process.join()
-                process.close()
-    silent = [rank for rank in range(world_size) if rank not in outcomes]
-    message = f"ranks {silent} had not finished"
-    return [outcomes.get(rank, Raised("TimeoutError", message, message)) for rank in range(world_size)]
+            call = (function, rank, world_size, tuple(args), store, timeout)
+            ranks.start(_rank_main, *call, namespace=network, environment=environment)
+        deadline, failed = time.monotonic() + timeout, False
+        while not all(rank.outcome or rank.lost for rank in ranks) and time.monotonic() < deadline:
+            ranks.receive(deadline - time.monotonic())
+            if not failed and any(rank.lost or isinstance(rank.outcome, Raised) for rank in ranks):
+                failed, deadline = True, min(deadline, time.monotonic() + patience)
+        silent = [number for number, rank in enumerate(ranks) if rank.outcome is None and not rank.lost]
+        died, late = "the process died without an outcome", f"ranks {silent} had not finished"
+        return [
+            rank.outcome or (_failure("ProcessDied", died) if rank.lost else _failure("TimeoutError", late))
+            for rank in ranks
+        ]
 
 
-def _collect(connections: Sequence[Connection], timeout: float, patience: float) -> dict[int, Any]:
-    """The outcomes by rank, without those of ranks that are still silent at the deadline."""
-    outcomes: dict[int, Any] = {}
-    deadline = time.monotonic() + timeout
-    while pending := {c: rank for rank, c in enumerate(connections) if rank not in outcomes}:
-        ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
-        if not ready:
-            break
-        for c in ready:
-            assert isinstance(c, Connection)
-            try:
-                outcome = c.recv()
-            except EOFError:
-                message = "the process died without an outcome"
-                outcome = Raised("ProcessDied", message, message)
-            outcomes[pending[c]] = outcome
-            if isinstance(outcome, Raised):
-                deadline = min(deadline, time.monotonic() + patience)
-    return outcomes
-
-
-def _release(connection: Connection) -> None:
-    try:
-        connection.send("everyone has reported")
-    except BrokenPipeError:
-        return  # The rank died; its outcome already says so.
+def _failure(type_name: str, message: str) -> Raised:
+    return Raised(time.monotonic(), type_name, message, message)
 
 
 def _rank_main(
-    connection: Connection,
+    channel: Connection,
     function: Callable[..., Any],
     rank: int,
     world_size: int,
     args: Sequence[Any],
-    store_path: str,
+    store: str,
     timeout: float,
-    network: int | None,
-) -> None:
-    if network is not None:
-        _enter_network(network)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+) -> Any:
     torch.set_num_threads(1)
     warnings.simplefilter("error")
-    try:
-        dist.init_process_group(
-            "gloo",
-            store=dist.FileStore(store_path, world_size),
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout),
-        )
-        outcome = plain(function(rank, world_size, *args))
-    except BaseException as error:  # whatever ended this rank is what the test wants to read
-        outcome = Raised(type(error).__name__, str(error), traceback.format_exc())
-    connection.send(outcome)
-    connection.recv()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout),
+    )
+    return plain(function(rank, world_size, *args))
 
 
 def plain(value: Any) -> Any:
@@ -195,60 +142,14 @@ def plain(value: Any) -> Any:
     return value
 
 
-# A network of one's own ----------------------------------------------------------------------------------------------
-
-
-def _call_libc(name: str, *args: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if getattr(libc, name)(*args) != 0:
-        raise OSError(ctypes.get_errno(), f"{name}{args}: {os.strerror(ctypes.get_errno())}")
-
-
-def _enter_network(pid: int) -> None:
-    """Only the calling thread moves, and threads made later follow it: so this comes before any other thread."""
-    descriptor = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY)
-    try:
-        _call_libc("setns", descriptor, CLONE_NEWNET)
-    finally:
-        os.close(descriptor)
-
-
-def _hold_network(connection: Connection) -> None:
-    try:
-        _call_libc("unshare", CLONE_NEWNET)
-        subprocess.run(["ip", "link", "set", "lo", "up"], check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        connection.send(f"no private network namespace: {error}")
-        return
-    connection.send(os.getpid())
-    connection.recv()
-
-
-class NoPrivateNetworkError(RuntimeError):
-    """This user may not make a network namespace (it takes root, and `ip`)."""
-
-
 @contextmanager
-def private_network() -> Iterator[int]:
-    """The pid of a process that holds a fresh network namespace with nothing but loopback in it.
+def private_network() -> Iterator[str]:
+    """A network namespace in which nothing but loopback is used. Raises `TestbedUnavailable` where there can be none.
 
     What ranks send there is all that its interface counts: no other traffic of the machine is in the figures.
     """
-    ours, theirs = _processes.Pipe()
-    holder = _processes.Process(target=_hold_network, args=(theirs,), name="network-holder", daemon=True)
-    holder.start()
-    theirs.close()
-    try:
-        answer = ours.recv()
-        if isinstance(answer, str):
-            raise NoPrivateNetworkError(answer)
-        yield answer
-    finally:
-        if holder.is_alive():
-            holder.kill()
-        holder.join()
-        holder.close()
-        ours.close()
+    with Testbed(1) as testbed:
+        yield testbed.hosts[0].namespace
 
 
 def loopback_bytes_sent() -> int:

@@ -1,6 +1,6 @@
 """Ranks that only act as if they trained, to see whether `thinwire chaos` notices what real ones must not do.
 
-`python -m tests.distributed.chaos_actors` is a nursery of them. They write heartbeats into their folder instead of
+They write heartbeats into their folder instead of
 sending packets, and play the part whose name is in the file `part` beside their checkpoints.
 """
 
@@ -10,10 +10,11 @@ import faulthandler
 import os
 import signal
 import time
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 
-from thinwire.cli.chaos.nursery import run
-from thinwire.cli.chaos.worker import Line, Orders
+from thinwire.cli.chaos.worker import RankConfig, report
 from thinwire.errors import PeerLost
 
 STEP_SECONDS = 0.02
@@ -21,19 +22,19 @@ PATIENCE_SECONDS = 1.5
 
 
 class Actor:
-    def __init__(self, orders: Orders, line: Line) -> None:
-        self.orders, self.line = orders, line
-        folder = Path(orders.checkpoints)
+    def __init__(self, config: RankConfig, channel: Connection) -> None:
+        self.config, self.channel = config, channel
+        folder = Path(config.checkpoints)
         folder.mkdir(exist_ok=True)
         self.checkpoint = folder / "step"
         self.part = folder.with_name("part").read_text()
-        self.on_stage = Path(orders.folder)
+        self.on_stage = Path(config.folder)
         # The reference run is to be sound.
         self.disturbed = folder.name == "checkpoints"
         self.patience = STEP_SECONDS / 4 if self.part == "nervous" and self.disturbed else PATIENCE_SECONDS
 
     def play(self) -> None:
-        with open(self.orders.stacks, "wb") as stacks:
+        with open(self.config.stacks, "wb") as stacks:
             faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
             try:
                 self.train()
@@ -43,32 +44,33 @@ class Actor:
     def train(self) -> None:
         restored = int(self.checkpoint.read_text()) if self.checkpoint.exists() else 0
         first = 0 if self.part == "forgets" else restored
-        self.line.tell("ready", step=first, digest=self.digest(first, restored))
-        for step in range(first + 1, self.orders.episode.steps + 1):
+        report(self.channel, "ready", step=first, digest=self.digest(first, restored))
+        for step in range(first + 1, self.config.episode.steps + 1):
             time.sleep(STEP_SECONDS)
             self.wait_for_the_others(step)
-            self.line.tell("step", step=step, digest=self.digest(step, restored))
+            report(self.channel, "step", step=step, digest=self.digest(step, restored))
             if step % 5 == 0 and step > restored:
-                if self.orders.rank == 0:
+                if self.config.rank == 0:
                     written = self.on_stage / "checkpoint"
                     written.write_text(str(step))
                     written.replace(self.checkpoint)
-                self.line.tell("saved", step=step)
+                report(self.channel, "saved", step=step)
         skipped = 7 if self.part == "miscounts" and self.disturbed else 3
-        self.line.tell("done", digest="end", skipped=skipped)
-        self.line.await_word()
+        report(self.channel, "done", digest="end", skipped=skipped)
+        with suppress(EOFError):
+            self.channel.recv()
         if self.part == "lingers" and self.disturbed:
             time.sleep(600)
 
     def digest(self, step: int, restored: int) -> str:
-        diverges = self.part == "diverges" and restored > 0 and self.orders.rank == 1
+        diverges = self.part == "diverges" and restored > 0 and self.config.rank == 1
         return f"{'other' if diverges else 'same'} {step}"
 
     def wait_for_the_others(self, step: int) -> None:
         """Nobody is more than a step ahead; the time stamp of a file says how far its rank is."""
-        beats = [self.on_stage / f"beat-{rank}" for rank in range(self.orders.episode.ranks)]
-        beats[self.orders.rank].touch()
-        os.utime(beats[self.orders.rank], (step, step))
+        beats = [self.on_stage / f"beat-{rank}" for rank in range(self.config.episode.ranks)]
+        beats[self.config.rank].touch()
+        os.utime(beats[self.config.rank], (step, step))
         deadline = time.monotonic() + self.patience
         while any(not beat.exists() or beat.stat().st_mtime < step - 1 for beat in beats):
             if time.monotonic() > deadline:
@@ -77,17 +79,13 @@ class Actor:
 
     def fail(self, error: PeerLost) -> None:
         types = ["ValueError"] if self.part == "raises another error" else [type(error).__name__]
-        self.line.tell("raised", stage="training", types=types, message=str(error), digest="")
+        report(self.channel, "raised", stage="training", types=types, message=str(error), digest="")
         if self.part == "hangs":
             time.sleep(600)
         if self.part == "aborts":
             os.abort()
 
 
-def act(orders: Orders, line: Line) -> None:
-    Actor(orders, line).play()
+def act(channel: Connection, config: RankConfig) -> None:
+    Actor(config, channel).play()
     os._exit(0)  # torch, which they do not need, takes its time to leave
-
-
-if __name__ == "__main__":
-    run(act)

@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from tests.harness import NoPrivateNetworkError, loopback_bytes_sent, private_network, run_ranks
+from tests.harness import loopback_bytes_sent, private_network, run_ranks
+from thinwire.testbed import TestbedUnavailable
 
 PARAMETERS = 1_000_000
 WARM_UP, STEPS = 3, 10
@@ -61,7 +62,7 @@ def test_the_interface_counts_what_metrics_says(world_size: int, downlink: str, 
     try:
         with private_network() as network:
             ranks = run_ranks(measure, world_size, attached, {"downlink": downlink}, network=network)
-    except NoPrivateNetworkError as error:
+    except TestbedUnavailable as error:
         pytest.skip(str(error))
     claimed = sum(rank["sent"] for rank in ranks)
     assert 1.00 <= ranks[0]["wire"] / claimed <= 1.10

@@ -15,17 +15,17 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from tests.distributed.chaos_actors import act
 from tests.testbeds import namespaces_of, skip_unless_available
 from thinwire.cli.app import app
-from thinwire.cli.chaos import faults, scene, supervisor
+from thinwire.cli.chaos import faults, injection, run
 from thinwire.cli.chaos.episodes import Net, episodes
-from thinwire.cli.chaos.ranks import Nursery
-from thinwire.cli.chaos.results import CRASH, DIVERGENCE, FALSE_ALARM, HANG, LOST, WRONG_ERROR, Report
+from thinwire.cli.chaos.results import CRASH, DIVERGENCE, FALSE_ALARM, HANG, LOST, WRONG_ERROR, ChaosResults
 from thinwire.cli.registry import offered
 from thinwire.testbed import Testbed, TestbedUnavailable
+from thinwire.testbed.forkserver import ForkServer
 
 SCRIPT = Path(sysconfig.get_path("scripts"), "thinwire")
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -60,30 +60,28 @@ def test_every_kind_of_fault_on_real_ranks(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def actors() -> Iterator[Nursery]:
+def actors() -> Iterator[ForkServer]:
     skip_unless_available()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
-        with Nursery("tests.distributed.chaos_actors") as nursery:
-            nursery.wait()
-            yield nursery
+    with ForkServer(["tests.distributed.chaos_actors"]) as server:
+        server.wait()
+        yield server
 
 
-def staged(part: str, fault: str, actors: Nursery, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Report:
+def staged(part: str, fault: str, actors: ForkServer, folder: Path, monkeypatch: pytest.MonkeyPatch) -> ChaosResults:
     """An episode with faults of one kind, played by actors."""
-    monkeypatch.setattr(scene, "GRACE_SECONDS", 2.0)
-    monkeypatch.setattr(supervisor, "FAULTS", {fault: faults.FAULTS[fault]})
-    monkeypatch.setattr(supervisor, "episodes", lambda *_: [replace(next(episodes(0, 2)), steps=60)])
+    monkeypatch.setattr(injection, "GRACE_SECONDS", 2.0)
+    monkeypatch.setattr(run, "FAULTS", {fault: faults.FAULTS[fault]})
+    monkeypatch.setattr(run, "episodes", lambda *_: [replace(next(episodes(0, 2)), steps=60)])
     (folder / "part").write_text(part)
-    report = Report(seed=0, hosts=2, timeout=1.0)
-    limits = supervisor.Limits(time.monotonic() + 60, 1)
+    report = ChaosResults(seed=0, hosts=2, timeout=1.0)
+    limits = run.Limits(time.monotonic() + 60, 1)
     with Testbed(2) as testbed:
-        supervisor.Supervisor(testbed, actors, folder, report, limits, print).run()
+        run.ChaosRun(testbed, actors, folder, report, limits, print, train=act).run()
     assert [path.name for path in folder.iterdir()] == ["part"]
     return report
 
 
-def test_sound_actors(actors: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sound_actors(actors: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = staged("sound", "kill", actors, tmp_path, monkeypatch)
     assert report.wrongs == []
     assert [(fault.kind, fault.restarted) for fault in report.faults] == [("kill", True)]
@@ -100,12 +98,12 @@ def test_sound_actors(actors: Nursery, tmp_path: Path, monkeypatch: pytest.Monke
         ("aborts", "kill", CRASH, "ended by SIGABRT after PeerLost"),
         ("nervous", "freeze briefly", FALSE_ALARM, "there were none"),
         ("diverges", "kill", DIVERGENCE, "other parameters than without faults when it had loaded"),
-        ("miscounts", "kill", DIVERGENCE, "skipped=7), and Result(digest='end', skipped=3) without faults"),
+        ("miscounts", "kill", DIVERGENCE, "skipped=7), and RankResult(digest='end', skipped=3) without faults"),
         ("forgets", "kill", LOST, "but went on from step 0"),
     ],
 )
 def test_what_must_not_happen_is_noticed(
-    part: str, fault: str, what: str, words: str, actors: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    part: str, fault: str, what: str, words: str, actors: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     report = staged(part, fault, actors, tmp_path, monkeypatch)
     # On a machine that is busy with something else actors may lose each other as well.

@@ -49,7 +49,8 @@ from tests.distributed.scenarios import (
 from tests.distributed.test_bytes import STEPS as MEASURED_STEPS
 from tests.distributed.test_bytes import measure
 from tests.distributed.test_checkpoint import Case, Run, stop_and_resume
-from tests.harness import NoPrivateNetworkError, private_network, run_ranks, run_ranks_expecting_errors
+from tests.harness import private_network, run_ranks, run_ranks_expecting_errors
+from thinwire.testbed import TestbedUnavailable
 
 HIERARCHICAL: dict[str, Any] = {"topology": "hierarchical"}
 
@@ -325,7 +326,7 @@ def test_the_interface_counts_what_metrics_says() -> None:
         with private_network() as network:
             options = {**HIERARCHICAL, "node_dtype": torch.bfloat16}
             ranks = run_ranks(measure_in_pairs, 4, options, network=network)
-    except NoPrivateNetworkError as error:
+    except TestbedUnavailable as error:
         pytest.skip(str(error))
     claimed = sum(rank["sent"] + rank["node_sent"] for rank in ranks)
     assert 1.00 <= ranks[0]["wire"] / claimed <= 1.10

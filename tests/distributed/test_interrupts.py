@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -112,14 +113,24 @@ BENCH = ("bench", "step", "--hosts", "2", "--rates", "10mbit", "--methods", "bir
 CHAOS = ("chaos", "--hosts", "3", "--timeout", "2")
 
 
+def _case(arguments: Sequence[str], in_a_step: Callable[[Run], None], processes: int, number: signal.Signals) -> Any:
+    """`make test` ends each command by one of the signals, `make test-all` by the other one too."""
+    name = "bench step" if arguments is BENCH else arguments[0]
+    marks = [] if (arguments is DEMO) == (number == signal.SIGTERM) else [pytest.mark.long]
+    return pytest.param(arguments, in_a_step, processes, number, marks=marks, id=f"{name}-{number.name}")
+
+
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 @pytest.mark.parametrize(
-    ("arguments", "in_a_step", "processes"),
+    ("arguments", "in_a_step", "processes", "number"),
     [
-        pytest.param(DEMO, in_a_step_of_the_demo, 3, id="demo"),
-        pytest.param(BENCH, in_a_step_of_the_benchmark, 3, id="bench step"),
-        pytest.param(CHAOS, in_a_step_after_a_fault, 5, id="chaos"),
+        _case(*command, number)
+        for number in (signal.SIGINT, signal.SIGTERM)
+        for command in (
+            (DEMO, in_a_step_of_the_demo, 3),
+            (BENCH, in_a_step_of_the_benchmark, 3),
+            (CHAOS, in_a_step_after_a_fault, 5),
+        )
     ],
 )
 def test_nothing_is_left(
@@ -133,7 +144,7 @@ def test_nothing_is_left(
         skip_unless_available()
     with running(arguments, tmp_path) as run:
         in_a_step(run)
-        # Chaos may be about to start ranks anew.
+        # Chaos may be about to start its ranks again.
         assert eventually(lambda: len(run.pids()) >= processes, seconds=60)
         pids = run.pids()
         assert (arguments is DEMO) == (namespaces_of(run.process.pid) == [])
@@ -150,37 +161,59 @@ def test_nothing_is_left(
 
 EXCHANGE = ("bench", "exchange", "--ranks", "2", "--elements", "65536", "--repeats", "10")
 STUDY = ("study", "--task", "text", "--method", "adamw", "--method", "lion", "--jobs", "2", "--output", "study")
+COMMANDS = {
+    "demo": DEMO,
+    "bench exchange": EXCHANGE,
+    "study": STUDY,
+    "study --processes": (*STUDY, "--processes"),
+}
 SECONDS_AFTER_THE_FIRST_CHILD = (0.0, 0.4, 1.0, 1.6, 2.3, 3.0)
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("whole_group", [False, True], ids=["command only", "whole process group"])
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    "arguments",
+    ("name", "seconds", "whole_group"),
     [
-        pytest.param(DEMO, id="demo"),
-        pytest.param(EXCHANGE, id="bench exchange"),
-        pytest.param(STUDY, id="study"),
-        pytest.param((*STUDY, "--processes"), id="study --processes"),
+        ("demo", 0.0, True),
+        ("demo", 1.6, False),
+        ("bench exchange", 0.4, True),
+        ("bench exchange", 2.3, False),
+        ("study", 0.0, False),
+        ("study", 1.0, True),
+        ("study --processes", 0.4, False),
+        ("study --processes", 3.0, True),
     ],
 )
-def test_ctrl_c_while_workers_start(arguments: Sequence[str], whole_group: bool, tmp_path: Path) -> None:
-    """A terminal sends SIGINT to the whole group, so workers receive it too, at any moment of their start."""
+def test_ctrl_c_while_processes_start(name: str, seconds: float, whole_group: bool, tmp_path: Path) -> None:
+    """Every command at two moments, and every moment at one command; the full grid takes minutes."""
+    assert_ctrl_c_ends(COMMANDS[name], seconds, tmp_path, whole_group=whole_group)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("whole_group", [False, True], ids=["command only", "whole process group"])
+@pytest.mark.parametrize("name", COMMANDS)
+def test_ctrl_c_at_every_moment_of_a_start(name: str, whole_group: bool, tmp_path: Path) -> None:
     for number, seconds in enumerate(SECONDS_AFTER_THE_FIRST_CHILD):
         folder = tmp_path / str(number)
         folder.mkdir()
-        with running(arguments, folder, own_group=True) as run:
-            assert eventually(lambda run=run: len(run.pids()) >= 2, seconds=60)
-            time.sleep(seconds)
-            if whole_group:
-                os.killpg(run.process.pid, signal.SIGINT)
-            else:
-                run.process.send_signal(signal.SIGINT)
-            output, _ = run.process.communicate(timeout=60)
-        said = f"after {seconds} s:\n{output.decode()}"
-        assert run.process.returncode in {128 + signal.SIGINT, -signal.SIGINT}, said
-        for trouble in ("terminate called", "Traceback", "KeyboardInterrupt", "Exception ignored"):
-            assert trouble not in said, said
-        assert eventually(lambda run=run: not run.pids()), (said, run.pids())
-        left = {path.name for path in folder.iterdir() if not path.match(OF_TORCH)}
-        assert left <= {"study"}, said
+        assert_ctrl_c_ends(COMMANDS[name], seconds, folder, whole_group=whole_group)
+
+
+def assert_ctrl_c_ends(arguments: Sequence[str], seconds: float, folder: Path, *, whole_group: bool) -> None:
+    """A terminal sends SIGINT to the whole group, so children receive it too, at any moment of their start."""
+    with running(arguments, folder, own_group=True) as run:
+        assert eventually(lambda: len(run.pids()) >= 2, seconds=60)
+        time.sleep(seconds)
+        if whole_group:
+            os.killpg(run.process.pid, signal.SIGINT)
+        else:
+            run.process.send_signal(signal.SIGINT)
+        output, _ = run.process.communicate(timeout=60)
+    printed = f"after {seconds} s:\n{output.decode()}"
+    assert run.process.returncode in {128 + signal.SIGINT, -signal.SIGINT}, printed
+    for trouble in ("terminate called", "Traceback", "KeyboardInterrupt", "Exception ignored"):
+        assert trouble not in printed, printed
+    assert eventually(lambda: not run.pids()), (printed, run.pids())
+    left = {path.name for path in folder.iterdir() if not path.match(OF_TORCH)}
+    assert left <= {"study"}, printed

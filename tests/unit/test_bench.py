@@ -88,9 +88,8 @@ def test_exchange_as_json() -> None:
 
 
 def measured(rank: int, world_size: int, optimizer: str, elements: int) -> list[dict[str, Any]]:
-    said: list[Any] = []
-    bench_exchange.measure(said.append, bench_exchange.Plan(optimizer, elements, 2, 1, None, None))
-    return [asdict(message) for message in said if isinstance(message, bench_exchange.Row)]
+    plan = bench_exchange.ExchangeConfig(optimizer, elements, 2, 1, None, None)
+    return [asdict(row) for row in bench_exchange.measure(lambda _: None, plan)]
 
 
 @pytest.mark.parametrize(
@@ -128,7 +127,7 @@ def test_exchange_of_optimizers_that_always_compress(optimizer: str, bytes_allow
 
 
 def test_the_table_of_an_exchange_is_about_the_optimizer() -> None:
-    row = bench_exchange.Row("update", 0.05, "s", "AdamW", 0.1, 2.0, True, {"encode_seconds": 0.01})
+    row = bench_exchange.ExchangeResult("update", 0.05, "s", "AdamW", 0.1, 2.0, True, {"encode_seconds": 0.01})
     console = Console(file=io.StringIO(), width=200)
     console.print(_exchange_table("0/1 Adam", 4, [row]))
     printed = console.file.getvalue()  # type: ignore[attr-defined]
@@ -161,7 +160,7 @@ def test_bad_arguments_of_exchange(arguments: list[str], message: str) -> None:
 
 def counted(rank: int, world_size: int) -> dict[str, Any]:
     schedule = {"var_freeze_step": 4, "var_update_scaler": 2, "local_step_scaler": 4, "local_step_clipper": 2}
-    run = bench_bytes.Run("0/1 Adam", thinwire.ZeroOneAdam, schedule, steps=21)
+    run = bench_bytes.CountedRun("0/1 Adam", thinwire.ZeroOneAdam, schedule, steps=21)
     return asdict(bench_bytes._count(lambda _: None, run, elements=1 << 16))
 
 

@@ -22,7 +22,6 @@ from typer.testing import CliRunner
 from tests.harness import run_ranks
 from thinwire.cli.app import app
 from thinwire.cli.stages import LOCAL_CYCLE
-from thinwire.cli.step.conductor import SECONDS_TO_START, Conductor, Progress
 from thinwire.cli.step.methods import (
     CANNOT_RUN,
     METHODS,
@@ -34,8 +33,9 @@ from thinwire.cli.step.methods import (
     with_buckets,
 )
 from thinwire.cli.step.models import MODELS, parameter_count, parameter_shapes
-from thinwire.cli.step.ranks import Ranks, TurnError
-from thinwire.cli.step.results import Plan, Results
+from thinwire.cli.step.ranks import MeasurementError, Ranks
+from thinwire.cli.step.results import StepPlan, StepResults
+from thinwire.cli.step.run import SECONDS_TO_START, BenchProgress, BenchRun
 from thinwire.cli.step.worker import WARM_UP_STEPS
 from thinwire.optimizers.optimizer import WireOptimizer
 from thinwire.testbed import Testbed, TestbedUnavailable
@@ -175,7 +175,7 @@ def test_bucket_sizes_are_in_the_names() -> None:
 
 
 def test_what_makes_no_sense_is_skipped_with_a_reason() -> None:
-    assert obstacle("birder-hierarchical", Cluster(4, 1)) == "one rank a host: the same as flat"
+    assert obstacle("birder-hierarchical", Cluster(4, 1)) == "one rank per host: the same as flat"
     assert obstacle("birder-hierarchical", Cluster(2, 2)) is None
     for name in CANNOT_RUN:
         assert "deepspeed" in str(obstacle(name, Cluster(4, 1)))
@@ -245,12 +245,12 @@ def test_end_to_end(tmp_path: Path) -> None:
     assert finished.returncode == 0, finished.stderr
     assert finished.stderr == ""
     assert "20 Mbit/s" in finished.stdout
-    assert "birder-hierarchical skipped on lm-tiny: one rank a host" in finished.stdout
+    assert "birder-hierarchical skipped on lm-tiny: one rank per host" in finished.stdout
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
     assert "</html>" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
     text = (tmp_path / "results.json").read_text(encoding="utf-8")
-    results = Results.from_json(text)
+    results = StepResults.from_json(text)
     assert results.command.startswith("thinwire bench step --hosts 2 --models lm-tiny")
     assert results.machine["torch"] == torch.__version__
     rows = {(row.rate, row.method): row for row in results.rows()}
@@ -280,33 +280,33 @@ def test_optimizers_send_what_their_rows_say() -> None:
         *("onebit-adam", "onebit-adam-warmup", "zero-one-adam", "zero-one-adam-local", "onebit-lamb"),
         *("cd-adam", "cd-adam-topk", "sketched-amsgrad"),
     )
-    plan = Plan(2, 1, ("unlimited",), ("lm-tiny",), methods, rounds=1, seconds=0.1)
+    plan = StepPlan(2, 1, ("unlimited",), ("lm-tiny",), methods, rounds=1, seconds=0.1)
     with real_hosts(2) as made:
-        conductor = Conductor(made, plan, lambda _: None)
+        conductor = BenchRun(made, plan, lambda _: None)
         conductor.run()
     assert conductor.unmeasured == []
     turns = {turn.method: turn for turn in conductor.turns}
     counted = {method: turn.thinwire["bytes_sent"] for method, turn in turns.items()}
     assert len(turns["zero-one-adam-local"].step) % LOCAL_CYCLE == 0
     assert counted["zero-one-adam-local"] == pytest.approx(counted["zero-one-adam"] / LOCAL_CYCLE)
-    for row in Results("", {}, plan, conductor.turns, conductor.unmeasured).rows():
+    for row in StepResults("", {}, plan, conductor.turns, conductor.unmeasured).rows():
         assert 1.0 < counted[row.method] / row.bytes_theory < 1.2
         assert row.bytes_sent > counted[row.method]
 
 
 def test_a_method_that_fails_is_named_and_the_others_go_on() -> None:
     """A rank dies in the first turn of ddp-adamw, as one does that the kernel kills for its memory."""
-    plan = Plan(2, 1, ("unlimited",), ("lm-tiny",), ("local", "ddp-adamw", "birder"), rounds=2, seconds=0.1)
+    plan = StepPlan(2, 1, ("unlimited",), ("lm-tiny",), ("local", "ddp-adamw", "birder"), rounds=2, seconds=0.1)
     taken: list[str] = []
 
-    def watch(progress: Progress) -> None:
+    def watch(progress: BenchProgress) -> None:
         if taken[-1:] != [progress.method]:
             taken.append(progress.method)
             if progress.method == "ddp-adamw":
                 os.kill(conductor.pids[1], signal.SIGKILL)
 
     with real_hosts(2) as made:
-        conductor = Conductor(made, plan, watch)
+        conductor = BenchRun(made, plan, watch)
         conductor.run()
     (failure,) = conductor.unmeasured
     assert (failure.model, failure.method, failure.outcome) == ("lm-tiny", "ddp-adamw", "failed")
@@ -314,36 +314,24 @@ def test_a_method_that_fails_is_named_and_the_others_go_on() -> None:
     # The second round begins with the second method, which is out.
     assert taken == ["local", "ddp-adamw", "birder", "local"]
     assert [turn.method for turn in conductor.turns] == ["local", "birder", "birder", "local"]
-    results = Results("", {}, plan, conductor.turns, conductor.unmeasured)
+    results = StepResults("", {}, plan, conductor.turns, conductor.unmeasured)
     assert [row.method for row in results.rows()] == ["local", "birder"]
     assert all(row.speed_up is None for row in results.rows())
 
 
-def test_ranks_leave_by_themselves() -> None:
-    with real_hosts(1) as made:
-        ranks = Ranks(made, 1, lambda: None)
-        ranks.answers(SECONDS_TO_START, "start")
-        ranks.tell(PATIENCE, do="prepare", model="lm-tiny", method="birder")
-        ranks.tell(PATIENCE, do="end")
-        ranks.dismiss()
-        assert [rank.process.returncode for rank in ranks._ranks] == [0]
-
-
 def test_an_exception_and_silence_end_a_turn() -> None:
     with real_hosts(1) as made:
-        ranks = Ranks(made, 1, lambda: None)
-        ranks.answers(SECONDS_TO_START, "start")
-        with pytest.raises(TurnError, match=r"^rank 0: KeyError: 'no such method'$"):
-            ranks.tell(PATIENCE, do="prepare", model="lm-tiny", method="no such method")
-        assert "Traceback" in ranks.last_words()
-        ranks.kill()
+        with Ranks(made, 1, lambda: None) as ranks:
+            ranks.answers(SECONDS_TO_START, "start")
+            with pytest.raises(MeasurementError, match=r"^rank 0: KeyError: 'no such method'$"):
+                ranks.command(PATIENCE, "prepare", model="lm-tiny", method="no such method")
+            assert "Traceback" in ranks.output()
 
-        ranks = Ranks(made, 1, lambda: None)
-        ranks.answers(SECONDS_TO_START, "start")
-        os.kill(ranks.pids[0], signal.SIGSTOP)
-        with pytest.raises(TurnError, match="no rank showed life for 1 s during 'prepare'"):
-            ranks.tell(1.0, do="prepare", model="lm-tiny", method="local")
-        ranks.kill()
+        with Ranks(made, 1, lambda: None) as ranks:
+            ranks.answers(SECONDS_TO_START, "start")
+            os.kill(ranks.pids[0], signal.SIGSTOP)
+            with pytest.raises(MeasurementError, match="no rank made progress for 1 s during 'prepare'"):
+                ranks.command(1.0, "prepare", model="lm-tiny", method="local")
         for pid in ranks.pids:
             with pytest.raises(ProcessLookupError):
                 os.kill(pid, 0)

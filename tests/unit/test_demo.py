@@ -26,7 +26,7 @@ from thinwire.cli.charlm import Corpus, ModelShape
 from thinwire.cli.registry import offered
 from thinwire.cli.report import Comparison, print_comparison
 from thinwire.cli.schedule import is_due, learning_rate_factor
-from thinwire.cli.training import Outcome, Plan, StepSeconds, train
+from thinwire.cli.training import StepSeconds, TrainingConfig, TrainingResult, train
 from thinwire.optimizers.local_steps import local_interval
 
 SCRIPT = Path(sysconfig.get_path("scripts"), "thinwire")
@@ -136,8 +136,8 @@ def test_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: l
     assert message in re.sub(r"\s+", " ", result.output)
 
 
-def outcome(label: str, compute: float, step: float, mean_step: float) -> Outcome:
-    return Outcome(
+def outcome(label: str, compute: float, step: float, mean_step: float) -> TrainingResult:
+    return TrainingResult(
         label=label,
         settings={},
         ranks=4,
@@ -188,7 +188,7 @@ def test_predictions_are_made_step_by_step() -> None:
     print_comparison(console, comparison)
     printed = console.file.getvalue()  # type: ignore[attr-defined]
     assert "Steps of before" in printed
-    assert "one is dense. Bytes a step and predicted times are means over the whole run" in printed
+    assert "one is dense. Bytes per step and predicted times are means over the whole run" in printed
 
 
 @pytest.mark.timeout(60)
@@ -206,10 +206,8 @@ def test_who_sends_after_backward_is_not_predicted_to_hide_it() -> None:
 
 
 def trained(rank: int, world_size: int, optimizer: str, steps: int) -> dict[str, Any]:
-    plan = Plan("to be or not to be, " * 40, ModelShape(1, 32, 16), 2, steps, 0, optimizer)
-    said: list[Any] = []
-    train(said.append, plan)
-    return asdict(said[-1])
+    plan = TrainingConfig("to be or not to be, " * 40, ModelShape(1, 32, 16), 2, steps, 0, optimizer)
+    return asdict(train(lambda _: None, plan))
 
 
 # Of 0/1 Adam steps 10, 12 and 14, 16 to 18 and 20 are local; all but 16 and 18 are validated, and synchronised for it.
@@ -262,7 +260,7 @@ def test_who_compresses_from_the_first_step_on(optimizer: str) -> None:
 @pytest.mark.parametrize("steps", [1, 2, 7, 50, 400, 4000])
 @pytest.mark.parametrize("name", offered("demo"))
 def test_settings_suit_runs_of_any_length(name: str, steps: int) -> None:
-    plan = Plan("", ModelShape(1, 32, 16), 2, steps, 0, name)
+    plan = TrainingConfig("", ModelShape(1, 32, 16), 2, steps, 0, name)
     plan.build([nn.Parameter(torch.ones(3))])
     settings = plan.settings()
     if "warmup_steps" in settings and steps == 400:

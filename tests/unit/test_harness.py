@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 from tests.harness import (
     FailedRanksError,
-    NoPrivateNetworkError,
     loopback_bytes_sent,
     private_network,
     run_ranks,
     run_ranks_expecting_errors,
 )
+from thinwire.testbed import TestbedUnavailable
 
 
 def summed(rank: int, world_size: int, offset: int) -> torch.Tensor:
@@ -94,7 +94,7 @@ def test_a_private_network_counts_only_its_own_bytes() -> None:
     try:
         with private_network() as network:
             sent = run_ranks(bytes_of_one_megabyte, 2, network=network)
-    except NoPrivateNetworkError as error:
+    except TestbedUnavailable as error:
         pytest.skip(str(error))
     # A busy machine acknowledges late, and TCP then sends a segment of 64 kB twice.
     assert 1.0 <= min(sent) / (1 << 20) <= max(sent) / (1 << 20) <= 1.25

@@ -1,4 +1,4 @@
-"""Local workers: what goes wrong in one is said, and none is left behind."""
+"""Local ranks: the first error is reported with its traceback, and no process is left behind."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from tests.testbeds import eventually, is_gone
-from thinwire.cli.launch import WorkerError, run_workers
+from thinwire.cli.launch import run_local_ranks
+from thinwire.testbed.supervisor import ChildError
 
 Report = Callable[[Any], None]
 
@@ -57,7 +58,7 @@ def assert_gone(pids: list[int]) -> None:
 @pytest.mark.timeout(90)
 def test_rank_zero_is_heard_and_all_end() -> None:
     messages: list[list[int]] = []
-    run_workers(report_pids, 2, (), messages.append)
+    run_local_ranks(report_pids, 2, (), messages.append)
     assert len(messages) == 1
     assert len(set(messages[0])) == 2
     assert_gone(messages[0])
@@ -68,8 +69,8 @@ def test_rank_zero_is_heard_and_all_end() -> None:
 def test_an_exception_arrives_with_its_traceback(rank: int) -> None:
     messages: list[list[int]] = []
     # The other fails as well, because its peer is gone; what is told is the cause.
-    with pytest.raises(WorkerError, match=f"worker {rank} failed:") as caught:
-        run_workers(fail_on, 2, (rank,), messages.append)
+    with pytest.raises(ChildError, match=f"rank {rank} failed:") as caught:
+        run_local_ranks(fail_on, 2, (rank,), messages.append)
     assert "in fail_on" in str(caught.value)
     assert f"ValueError: rank {rank} does not like this" in str(caught.value)
     assert_gone(messages[0])
@@ -78,8 +79,8 @@ def test_an_exception_arrives_with_its_traceback(rank: int) -> None:
 @pytest.mark.timeout(90)
 def test_a_worker_that_is_killed_is_named() -> None:
     messages: list[list[int]] = []
-    with pytest.raises(WorkerError, match="worker 1 was ended by SIGKILL"):
-        run_workers(die_on, 2, (1,), messages.append)
+    with pytest.raises(ChildError, match="rank 1 was ended by SIGKILL"):
+        run_local_ranks(die_on, 2, (1,), messages.append)
     assert_gone(messages[0])
 
 
@@ -92,7 +93,7 @@ def test_an_interrupt_leaves_no_process_behind() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_workers(wait_for_ever, 2, (), interrupt)
+        run_local_ranks(wait_for_ever, 2, (), interrupt)
     assert_gone(messages[0])
 
 
@@ -105,7 +106,7 @@ def interrupt_oneself(report: Report) -> None:
 @pytest.mark.timeout(90)
 def test_workers_do_not_see_ctrl_c() -> None:
     messages: list[list[int]] = []
-    run_workers(interrupt_oneself, 2, (), messages.append)
+    run_local_ranks(interrupt_oneself, 2, (), messages.append)
     assert len(messages) == 1
 
 
@@ -121,16 +122,16 @@ def use_gloo_until_the_end(report: Report) -> None:
 def test_workers_end_while_gloo_still_works(capfd: pytest.CaptureFixture[str]) -> None:
     messages: list[list[int]] = []
     for _ in range(3):
-        run_workers(use_gloo_until_the_end, 2, (), messages.append)
+        run_local_ranks(use_gloo_until_the_end, 2, (), messages.append)
     assert len(messages) == 3
     assert capfd.readouterr().err == ""
 
 
 PARENT = """
 from tests.unit.test_launch import wait_for_ever
-from thinwire.cli.launch import run_workers
+from thinwire.cli.launch import run_local_ranks
 if __name__ == "__main__":
-    run_workers(wait_for_ever, 2, (), lambda pids: print(*pids, flush=True))
+    run_local_ranks(wait_for_ever, 2, (), lambda pids: print(*pids, flush=True))
 """
 
 
@@ -151,7 +152,7 @@ def test_workers_die_with_their_parent(tmp_path: Path) -> None:
 def test_an_argument_larger_than_a_pipe_arrives() -> None:
     """A pipe holds 64 kB, so arguments travel in a file."""
     sizes: list[int] = []
-    run_workers(tell_size, 2, ("x" * 10_000_000,), sizes.append)
+    run_local_ranks(tell_size, 2, ("x" * 10_000_000,), sizes.append)
     assert sizes == [10_000_000]
 
 

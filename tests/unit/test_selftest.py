@@ -25,8 +25,8 @@ from thinwire.cli.app import app
 from thinwire.cli.selftest import command, oracles
 from thinwire.cli.selftest.counting import counted_bytes
 from thinwire.cli.selftest.laws import LAWS, Law, judge
-from thinwire.cli.selftest.ranks import Outcome, Part, run_parts
-from thinwire.cli.selftest.results import FAILED, NOT_TESTED, PASSED, LawResult, Results
+from thinwire.cli.selftest.ranks import Part, PartOutcome, run_parts
+from thinwire.cli.selftest.results import FAILED, NOT_TESTED, PASSED, LawResult, SelftestResults
 from thinwire.cli.selftest.runs import SUBJECTS
 from thinwire.cli.selftest.site import Findings, Site
 from thinwire.cli.selftest.speed import MEMCPY, Kernel, Steps
@@ -72,7 +72,7 @@ def refused(*arguments: str) -> str:
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")
-def test_a_torch_without_cuda_is_told_what_would_be_right() -> None:
+def test_a_torch_without_cuda_is_an_error_with_a_hint() -> None:
     said = refused("--device", "cuda")
     assert f"--device cuda, but torch {torch.__version__} was built without CUDA" in said
     assert "--device cpu" in said
@@ -100,7 +100,7 @@ def test_gpus_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) ->
         (["--device", "cpu", "--json", "/nowhere/report.json"], "cannot write '/nowhere/report.json'"),
     ],
 )
-def test_mistakes_in_arguments_are_told(arguments: list[str], message: str) -> None:
+def test_bad_arguments_are_rejected(arguments: list[str], message: str) -> None:
     assert message in refused(*arguments).replace("│ ", "").replace(" │", "")
 
 
@@ -310,9 +310,9 @@ def test_a_part_that_fails_or_hangs_hides_no_other() -> None:
         Part("is fine", say_hello, 60.0),
         Part("fails", fail_on_rank_1, 60.0),
     ]
-    told: list[str] = []
-    outcomes = run_parts("cpu", 2, parts, quick=True, tell=told.append)
-    assert told == ["hangs", "is fine", "fails"]
+    begun: list[str] = []
+    outcomes = run_parts("cpu", 2, parts, quick=True, on_begin=begun.append)
+    assert begun == ["hangs", "is fine", "fails"]
     assert "ValueError: rank 1 does not like this" in (outcomes["fails"].error or "")
     assert outcomes["hangs"].error == "it has not ended within 1 s"
     assert 1 <= outcomes["hangs"].seconds < 30
@@ -321,9 +321,9 @@ def test_a_part_that_fails_or_hangs_hides_no_other() -> None:
 
 def test_ranks_without_a_device_fail_all_parts_at_once() -> None:
     parts = [Part(name, say_hello, 60.0) for name in ("first", "second")]
-    told: list[str] = []
-    outcomes = run_parts("teapot", 1, parts, quick=True, tell=told.append)
-    assert told == []
+    begun: list[str] = []
+    outcomes = run_parts("teapot", 1, parts, quick=True, on_begin=begun.append)
+    assert begun == []
     assert all("teapot" in (outcomes[name].error or "") for name in ("first", "second"))
 
 
@@ -332,10 +332,10 @@ def test_ranks_without_a_device_fail_all_parts_at_once() -> None:
 
 def test_every_law_has_a_verdict_whatever_came_of_it() -> None:
     outcomes = {
-        command.part_name(law(2)): Outcome(1.0, Findings()),
-        command.part_name(law(3)): Outcome(1.0, Findings(["x is not y"], ["z was left out"])),
-        command.part_name(law(4)): Outcome(2.0, error="worker 0 failed"),
-        command.part_name(law(6)): Outcome(1.0, Findings()),
+        command.part_name(law(2)): PartOutcome(1.0, Findings()),
+        command.part_name(law(3)): PartOutcome(1.0, Findings(["x is not y"], ["z was left out"])),
+        command.part_name(law(4)): PartOutcome(2.0, error="worker 0 failed"),
+        command.part_name(law(6)): PartOutcome(1.0, Findings()),
     }
     found = command.verdicts(LAWS, outcomes, 1)
     assert [verdict.status for verdict in found] == [NOT_TESTED, PASSED, FAILED, FAILED, NOT_TESTED, PASSED]
@@ -344,8 +344,8 @@ def test_every_law_has_a_verdict_whatever_came_of_it() -> None:
     assert found[3].complaints == ["worker 0 failed"]
 
 
-def results(**changes: Any) -> Results:
-    whole = Results(
+def results(**changes: Any) -> SelftestResults:
+    whole = SelftestResults(
         device="cpu",
         ranks=2,
         quick=False,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from thinwire.cli.selftest.results import FAILED, LawResult, Results
+from thinwire.cli.selftest.results import FAILED, LawResult, SelftestResults
 
 
 def test_nothing_leaves_its_cell_or_its_block() -> None:
     complaint = "before\n```\n<img src=x>\n````\nafter"
-    text = Results(
+    text = SelftestResults(
         device="cpu",
         ranks=2,
         quick=False,

@@ -22,7 +22,7 @@ from tests.browser import chromium
 from thinwire.cli.app import app
 from thinwire.cli.step import charts, page, tables, words
 from thinwire.cli.step.methods import METHODS, method_named
-from thinwire.cli.step.results import Plan, Results, Turn, Unmeasured
+from thinwire.cli.step.results import Measurement, StepPlan, StepResults, Unmeasured
 
 MACHINE = {"cpu": "<an honest CPU>", "cores": 2, "torch": "2.13.0", "date": "2026-11-16 00:00 UTC"}
 CRASH = "rank 1 was ended by SIGABRT: op.preamble.length <= op.nbytes. 19456 vs 2048."
@@ -37,9 +37,9 @@ ONE_BIT_BYTES = 1.4e6
 COMPUTE, OPTIMIZER, WAIT = 0.15, 0.005, 0.01
 
 
-def turn(rate: str, method: str, step: float) -> Turn:
+def turn(rate: str, method: str, step: float) -> Measurement:
     ours = method_named(method).ours
-    return Turn(
+    return Measurement(
         model="lm-7m",
         method=method,
         rate=rate,
@@ -53,9 +53,9 @@ def turn(rate: str, method: str, step: float) -> Turn:
 
 
 @pytest.fixture(scope="module")
-def results() -> Results:
+def results() -> StepResults:
     sweep = {"birder@1MB": 1.1, "birder@4MB": 1.0, "birder@16MB": 1.05}
-    plan = Plan(
+    plan = StepPlan(
         hosts=4,
         ranks=1,
         rates=tuple(STEPS),
@@ -68,15 +68,15 @@ def results() -> Results:
     turns += [turn(rate, method, factor * STEPS[rate]["birder"]) for rate in STEPS for method, factor in sweep.items()]
     unmeasured = [
         Unmeasured("lm-7m", "powersgd", "failed", CRASH, "rank 1: terminate called"),
-        Unmeasured("lm-7m", "birder-hierarchical", "skipped", "one rank a host: the same as flat"),
+        Unmeasured("lm-7m", "birder-hierarchical", "skipped", "one rank per host: the same as flat"),
     ]
-    return Results("thinwire bench step --methods all", MACHINE, plan, turns, unmeasured)
+    return StepResults("thinwire bench step --methods all", MACHINE, plan, turns, unmeasured)
 
 
 # Numbers --------------------------------------------------------------------------------------------------------------
 
 
-def test_rows(results: Results) -> None:
+def test_rows(results: StepResults) -> None:
     rows = {(row.rate, row.method): row for row in results.rows()}
     assert len(rows) == 3 * 7
     ours = rows["100mbit", "birder"]
@@ -96,26 +96,26 @@ def test_rows(results: Results) -> None:
     assert rows["unlimited", "ddp-adamw"].bound == COMPUTE
 
 
-def test_computation_is_the_same_for_all_methods_at_a_rate(results: Results) -> None:
+def test_computation_is_the_same_for_all_methods_at_a_rate(results: StepResults) -> None:
     slow_probes = [replace(turn("100mbit", "local", 0.16), compute=[9.0, 9.0])]
     rows = replace(results, turns=results.turns + slow_probes).rows()
     assert {row.compute for row in rows} == {COMPUTE}
 
 
-def test_the_parts_of_a_step_are_never_negative(results: Results) -> None:
+def test_the_parts_of_a_step_are_never_negative(results: StepResults) -> None:
     (row,) = replace(results, turns=[turn("1gbit", "birder", 0.1)]).rows()
     assert (row.exposed_wait, row.rest) == (WAIT, 0.0)
     (row,) = replace(results, turns=[turn("1gbit", "ddp-adamw", 0.1)]).rows()
     assert (row.exposed_wait, row.rest) == (0.0, 0.0)
 
 
-def test_who_sends_nothing_waits_for_nobody(results: Results) -> None:
+def test_who_sends_nothing_waits_for_nobody(results: StepResults) -> None:
     (row,) = replace(results, turns=[turn("1gbit", "local", 0.16)]).rows()
     assert row.exposed_wait == 0.0
     assert row.rest == pytest.approx(0.16 - COMPUTE - OPTIMIZER)
 
 
-def test_steps_that_take_turns_count_as_cycles(results: Results) -> None:
+def test_steps_that_take_turns_count_as_cycles(results: StepResults) -> None:
     """One step in sixteen exchanges and is slow: no median may lose it."""
     slow_last = [0.16] * 15 + [0.48]
     cyclic = replace(
@@ -135,12 +135,12 @@ def test_steps_that_take_turns_count_as_cycles(results: Results) -> None:
     assert row.step.median == pytest.approx(0.17)
 
 
-def test_without_a_baseline_there_are_no_ratios_to_it(results: Results) -> None:
+def test_without_a_baseline_there_are_no_ratios_to_it(results: StepResults) -> None:
     (row,) = replace(results, turns=[turn("1gbit", "birder", 0.1)]).rows()
     assert (row.speed_up, row.to_limit) == (None, None)
 
 
-def test_figures_of_a_method_that_failed_later_do_not_count(results: Results) -> None:
+def test_figures_of_a_method_that_failed_later_do_not_count(results: StepResults) -> None:
     gone = Unmeasured("lm-7m", "birder", "failed", "in the second round")
     assert "birder" not in {row.method for row in replace(results, unmeasured=[gone]).rows()}
 
@@ -148,9 +148,9 @@ def test_figures_of_a_method_that_failed_later_do_not_count(results: Results) ->
 # JSON -----------------------------------------------------------------------------------------------------------------
 
 
-def test_json_comes_back_as_it_was(results: Results) -> None:
+def test_json_comes_back_as_it_was(results: StepResults) -> None:
     text = results.to_json()
-    assert Results.from_json(text) == results
+    assert StepResults.from_json(text) == results
     data = json.loads(text)
     assert data["machine"] == MACHINE
     assert data["command"] == results.command
@@ -170,7 +170,7 @@ def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
     assert "other.json" in result.output
 
 
-def test_a_run_without_figures_is_a_failure(tmp_path: Path, results: Results) -> None:
+def test_a_run_without_figures_is_a_failure(tmp_path: Path, results: StepResults) -> None:
     file = tmp_path / "results.json"
     file.write_text(replace(results, turns=[]).to_json(), encoding="utf-8")
     result = CliRunner().invoke(app, ["bench", "step", "--from-json", str(file), "--html", str(tmp_path / "page.html")])
@@ -184,7 +184,7 @@ BENCHMARKS = Path(__file__).parents[2] / "docs" / "benchmarks"
 
 @pytest.mark.parametrize("file", sorted(BENCHMARKS.glob("*.json")), ids=lambda file: file.stem)
 def test_published_files_are_read_and_their_pages_are_up_to_date(file: Path) -> None:
-    results = Results.from_json(file.read_text(encoding="utf-8"))
+    results = StepResults.from_json(file.read_text(encoding="utf-8"))
     page_of_file = file.with_suffix(".html").read_text(encoding="utf-8")
     # Charts depend on the version of matplotlib.
     charts_left_out = re.compile(r"<svg.*?</svg>", re.DOTALL)
@@ -195,7 +195,7 @@ def test_published_files_are_read_and_their_pages_are_up_to_date(file: Path) -> 
 
 
 @pytest.mark.parametrize("width", [80, 140])
-def test_tables_fit_the_terminal(results: Results, width: int) -> None:
+def test_tables_fit_the_terminal(results: StepResults, width: int) -> None:
     console = Console(file=io.StringIO(), width=width)
     tables.print_results(console, results)
     printed = console.file.getvalue()  # type: ignore[attr-defined]
@@ -204,14 +204,14 @@ def test_tables_fit_the_terminal(results: Results, width: int) -> None:
     assert re.search(r"birder +200 ms", printed)
     assert "18.0×" in printed
     assert ("190–220 ms" in printed) is (width == 140)
-    assert "one rank a host: the same as flat" in printed
+    assert "one rank per host: the same as flat" in printed
     assert "op.preamble.length <= op.nbytes" in " ".join(printed.split())
     assert "MISSED" not in printed
 
 
-def test_names_of_all_methods_fit(results: Results) -> None:
+def test_names_of_all_methods_fit(results: StepResults) -> None:
     every = tuple(METHODS)
-    full = Results("", MACHINE, replace(results.plan, methods=every), [turn("1gbit", name, 0.2) for name in every])
+    full = StepResults("", MACHINE, replace(results.plan, methods=every), [turn("1gbit", name, 0.2) for name in every])
     console = Console(file=io.StringIO(), width=80)
     tables.print_results(console, full)
     printed = console.file.getvalue()  # type: ignore[attr-defined]
@@ -241,12 +241,12 @@ def test_words() -> None:
 # Pictures and page ----------------------------------------------------------------------------------------------------
 
 
-def test_the_picture_is_a_png(tmp_path: Path, results: Results) -> None:
+def test_the_picture_is_a_png(tmp_path: Path, results: StepResults) -> None:
     charts.write_png(tmp_path / "charts.png", results)
     assert (tmp_path / "charts.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_page_is_the_same_every_time_and_asks_for_nothing(results: Results) -> None:
+def test_the_page_is_the_same_every_time_and_asks_for_nothing(results: StepResults) -> None:
     text = page.render(results)
     assert text == page.render(results)
     # The namespaces of SVG are names, not addresses.
@@ -266,7 +266,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chro
 
 
 @pytest.mark.parametrize("width", [1280, 400])
-def test_a_browser_draws_the_page(browser: webdriver.Chrome, tmp_path: Path, results: Results, width: int) -> None:
+def test_a_browser_draws_the_page(browser: webdriver.Chrome, tmp_path: Path, results: StepResults, width: int) -> None:
     file = tmp_path / "report.html"
     file.write_text(page.render(results), encoding="utf-8")
     browser.set_window_size(width, 2000)
@@ -309,7 +309,7 @@ def test_a_browser_draws_the_page(browser: webdriver.Chrome, tmp_path: Path, res
     assert "MISSED" not in body
 
 
-def test_dark_and_light(browser: webdriver.Chrome, tmp_path: Path, results: Results) -> None:
+def test_dark_and_light(browser: webdriver.Chrome, tmp_path: Path, results: StepResults) -> None:
     file = tmp_path / "report.html"
     file.write_text(page.render(results), encoding="utf-8")
     seen = {}
@@ -347,7 +347,7 @@ Document = dict[str, Any]
 
 
 @pytest.fixture
-def document(results: Results) -> Document:
+def document(results: StepResults) -> Document:
     """A small file: one rate, two methods with figures and two without."""
     methods = ("ddp-adamw", "birder", "powersgd", "birder-hierarchical", "birder@4MB")
     plan = replace(results.plan, rates=("1gbit",), methods=methods)
@@ -361,7 +361,7 @@ NAMES_A_FIELD = re.compile(rf"({'|'.join(READ)})\b")
 
 def refusal_of(document: Document) -> str | None:
     try:
-        Results.from_json(json.dumps(document))
+        StepResults.from_json(json.dumps(document))
     except ValueError as error:
         return str(error)
     return None
@@ -393,7 +393,7 @@ def hostile(document: Document, changed: dict[str, str]) -> Document:
 
 FREE = (
     *("thinwire bench step --methods all", "<an honest CPU>", "2.13.0", "2026-11-16 00:00 UTC", "cpu", "torch"),
-    *("powersgd", "failed", "birder-hierarchical", "skipped", CRASH, "one rank a host: the same as flat"),
+    *("powersgd", "failed", "birder-hierarchical", "skipped", CRASH, "one rank per host: the same as flat"),
 )
 """Strings of the file that may be anything, and that the page shows."""
 
@@ -421,7 +421,7 @@ def test_no_string_of_a_file_becomes_part_of_the_page(
 
     def load(changed: dict[str, str]) -> tuple[set[str], str]:
         """Names of elements, and the text of the page."""
-        file.write_text(page.render(Results.from_json(json.dumps(hostile(document, changed)))), encoding="utf-8")
+        file.write_text(page.render(StepResults.from_json(json.dumps(hostile(document, changed)))), encoding="utf-8")
         browser.get(file.as_uri())
         assert browser.execute_script("return window.injected") is None, changed
         assert browser.get_log("browser") == [], changed
@@ -451,7 +451,9 @@ def test_no_string_of_a_file_becomes_part_of_the_page(
 @pytest.mark.parametrize("payload", PAYLOADS)
 def test_names_are_printed_as_they_are(tmp_path: Path, document: Document, payload: str) -> None:
     """Rich takes [red] for a colour and [/] for its end, and matplotlib $x$ for a formula."""
-    results = Results.from_json(json.dumps(hostile(document, dict.fromkeys(("powersgd", "failed", CRASH), payload))))
+    results = StepResults.from_json(
+        json.dumps(hostile(document, dict.fromkeys(("powersgd", "failed", CRASH), payload)))
+    )
     console = Console(file=io.StringIO(), width=300)
     tables.print_results(console, results)
     printed = console.file.getvalue()  # type: ignore[attr-defined]
@@ -461,7 +463,7 @@ def test_names_are_printed_as_they_are(tmp_path: Path, document: Document, paylo
 
 def test_a_file_cannot_steer_the_terminal(document: Document) -> None:
     steering = "\x1b]0;title\x07 \x1b[2J \r \u202e \u2028 \x9b"
-    results = Results.from_json(json.dumps(hostile(document, {CRASH: steering})))
+    results = StepResults.from_json(json.dumps(hostile(document, {CRASH: steering})))
     console = Console(file=io.StringIO(), width=300)
     tables.print_results(console, results)
     printed = console.file.getvalue()  # type: ignore[attr-defined]
@@ -506,11 +508,11 @@ def test_wrong_values_are_refused_by_name_or_do_no_harm(document: Document) -> N
                     assert NAMES_A_FIELD.match(refusal), (path, refusal)
                     assert len(refusal) < 500, path
                     continue
-                results = Results.from_json(json.dumps(changed))
+                results = StepResults.from_json(json.dumps(changed))
                 console = Console(file=io.StringIO(), width=100)
                 tables.print_results(console, results)
                 # Not the results themselves: NaN differs from NaN.
-                assert Results.from_json(results.to_json()).to_json() == results.to_json()
+                assert StepResults.from_json(results.to_json()).to_json() == results.to_json()
     assert refused > 1000
 
 
@@ -520,7 +522,7 @@ def test_extreme_figures_are_drawn(tmp_path: Path, document: Document, seconds: 
     extreme = {"step": [seconds], "compute": [1 / seconds], "optimizer": [0], "bytes_sent": [sent]}
     first = [document["turns"][0] | extreme, *document["turns"][1:]]
     for turns in (first, [one | extreme for one in document["turns"]]):
-        results = Results.from_json(json.dumps(document | {"turns": turns}))
+        results = StepResults.from_json(json.dumps(document | {"turns": turns}))
         page.render(results)
         charts.write_png(tmp_path / "charts.png", results)
 

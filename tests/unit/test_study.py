@@ -27,7 +27,6 @@ from tests.harness import run_ranks
 from thinwire.cli.app import app
 from thinwire.cli.charlm import ModelShape
 from thinwire.cli.schedule import is_due
-from thinwire.cli.study.findings import Finding, findings
 from thinwire.cli.study.images import read_idx, read_pictures
 from thinwire.cli.study.methods import METHODS, Course, Setting
 from thinwire.cli.study.plots import plot_task
@@ -36,6 +35,7 @@ from thinwire.cli.study.report import rates, section
 from thinwire.cli.study.runs import VALIDATIONS, Point, Result, Run, run_virtually, train
 from thinwire.cli.study.search import FRESH_SEEDS, RATES, SEARCH_RUNS, SEARCH_SEED, search_runs, study
 from thinwire.cli.study.store import Store
+from thinwire.cli.study.summary import Summary, summaries
 from thinwire.cli.study.tasks import FineTuningTask, PictureTask, Score, Sources, Task, TextTask, tasks
 from thinwire.compressors.stochastic_sign import Downlink
 from thinwire.transport import virtual
@@ -311,7 +311,7 @@ def test_a_store_keeps_results_and_forgets_what_was_defined_otherwise(tmp_path: 
     assert not Store(out, other, "lion", other.data()).results
 
 
-def finding(task: Task, method: str, ends: list[float], sent: float = 1000.0) -> Finding:
+def summary(task: Task, method: str, ends: list[float], sent: float = 1000.0) -> Summary:
     results = [
         Result(
             Setting(1e-3, (0.9, 0.95), 0.1),
@@ -323,15 +323,15 @@ def finding(task: Task, method: str, ends: list[float], sent: float = 1000.0) ->
         )
         for seed, end in zip(FRESH_SEEDS, ends, strict=True)
     ]
-    return Finding(task, METHODS[method], results)
+    return Summary(task, METHODS[method], results)
 
 
 def test_what_is_made_of_results(tmp_path: Path) -> None:
     task = small(tmp_path, "text")
-    adamw = finding(task, "adamw", [2.0, 2.1, 1.9, 2.0, 2.0])
-    birder = finding(task, "birder-bit", [1.0, 1.0, 1.0, 1.0, 1.0], sent=100.0)
-    sketched = finding(task, "sketched-amsgrad", [3.0] * 5)
-    diverged = finding(task, "lion", [3.0] * 4 + [math.nan])
+    adamw = summary(task, "adamw", [2.0, 2.1, 1.9, 2.0, 2.0])
+    birder = summary(task, "birder-bit", [1.0, 1.0, 1.0, 1.0, 1.0], sent=100.0)
+    sketched = summary(task, "sketched-amsgrad", [3.0] * 5)
+    diverged = summary(task, "lion", [3.0] * 4 + [math.nan])
     assert (adamw.mean, adamw.std) == (pytest.approx(2.0), pytest.approx(math.sqrt(0.02 / 4)))
     assert birder.curve() == [(1, 4.0), (3, 1.0)]
     assert (birder.steps_to(4.0), birder.steps_to(2.5), birder.steps_to(1.0)) == (1, 2, 3)
@@ -363,11 +363,11 @@ def test_the_page_has_the_tables_that_the_command_prints(tmp_path: Path) -> None
     tables = (copied / "tables.md").read_text(encoding="utf-8")
     assert tables == (ROOT / "docs" / "convergence" / "tables.md").read_text(encoding="utf-8")
     page = (ROOT / "docs" / "convergence.md").read_text(encoding="utf-8")
-    by_task = [findings(copied, task, list(METHODS)) for task in tasks(Sources()).values()]
+    by_task = [summaries(copied, task, list(METHODS)) for task in tasks(Sources()).values()]
     assert rates(by_task) in page
     for task in tasks(Sources()).values():
-        found = findings(copied, task, list(METHODS))
-        assert {finding.method.name for finding in found} == {
+        found = summaries(copied, task, list(METHODS))
+        assert {summary.method.name for summary in found} == {
             name for name, method in METHODS.items() if method.only in (None, task.name)
         }
         assert section(task, found) in page
@@ -402,7 +402,7 @@ def test_a_whole_study_that_is_stopped_and_goes_on(tmp_path: Path) -> None:
     for before, after in zip(stored["runs"][-2:], again[-2:], strict=True):
         assert {**after, "compute_seconds": None} == {**before, "compute_seconds": None}
     task = replace(tasks(where)["text"], steps=2)
-    assert len(findings(tmp_path / "out", task, list(METHODS))) == 2
+    assert len(summaries(tmp_path / "out", task, list(METHODS))) == 2
     assert "Birder, bit" in tables
 
 

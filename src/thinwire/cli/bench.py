@@ -17,8 +17,8 @@ from rich.table import Table
 
 import thinwire
 from thinwire.cli import bench_bytes, bench_exchange, bench_kernels
-from thinwire.cli.bench_exchange import Turn
-from thinwire.cli.launch import WorkerError, run_workers
+from thinwire.cli.bench_exchange import RepeatDone
+from thinwire.cli.launch import run_local_ranks
 from thinwire.cli.options import (
     MOST_RANKS,
     Downlink,
@@ -35,6 +35,7 @@ from thinwire.cli.step import command as step_command
 from thinwire.cli.step.methods import LARGEST_BUCKET_MB, SMALLEST_BUCKET_MB
 from thinwire.cli.step.models import MODELS
 from thinwire.kernels import native
+from thinwire.testbed.supervisor import ChildError
 
 FEWEST_ELEMENTS, MOST_ELEMENTS = 4096, 10**12
 MOST_REPEATS = 1_000_000
@@ -92,7 +93,7 @@ def exchange(
     elements: Annotated[int, integer(FEWEST_ELEMENTS, "Size of the update.", maximum=MOST_ELEMENTS)] = 25_000_000,
     repeats: _Repeats = 11,
     batch: Annotated[
-        int, integer(1, "Windows of 64 characters a rank, for the training step.", maximum=MOST_WINDOWS)
+        int, integer(1, "Windows of 64 characters per rank, for the training step.", maximum=MOST_WINDOWS)
     ] = 2,
     downlink: Annotated[
         Downlink | None, typer.Option(show_default="bit", help="What comes back from Birder's vote.")
@@ -105,11 +106,13 @@ def exchange(
 ) -> None:
     """A whole update and a training step between local ranks, against all-reduce + AdamW and DDP + AdamW."""
     check_elements(elements, ranks)
-    plan = bench_exchange.Plan(optimizer, elements, repeats, batch, downlink_of(optimizer, downlink), bucket_mb)
-    rows: list[bench_exchange.Row] = _rows_of_workers(bench_exchange.measure, ranks, plan)
+    config = bench_exchange.ExchangeConfig(
+        optimizer, elements, repeats, batch, downlink_of(optimizer, downlink), bucket_mb
+    )
+    rows: list[bench_exchange.ExchangeResult] = _measured_by_ranks(bench_exchange.measure, ranks, config)
     if not as_json:
-        Console().print(_exchange_table(plan.entry.label, ranks, rows))
-    settings = {"ranks": ranks, **asdict(plan)}
+        Console().print(_exchange_table(config.entry.label, ranks, rows))
+    settings = {"ranks": ranks, **asdict(config)}
     _write("exchange", settings, [asdict(row) for row in rows], as_json=as_json, out=out)
 
 
@@ -123,11 +126,11 @@ def whole_run(
 ) -> None:
     """Bytes over a whole run, dense steps included, counted between local ranks, against fp32 averages at all steps."""
     check_elements(elements, ranks)
-    plan = bench_bytes.Plan(elements, steps)
-    rows: list[bench_bytes.Row] = _rows_of_workers(bench_bytes.measure, ranks, plan)
+    config = bench_bytes.BytesConfig(elements, steps)
+    rows: list[bench_bytes.BytesResult] = _measured_by_ranks(bench_bytes.measure, ranks, config)
     if not as_json:
         table = Table(title=f"Bytes over whole runs, {elements:,} parameters, {ranks} local ranks")
-        for column in ("run", "steps", "dense", "silent", "sent a rank", "all dense", "ratio"):
+        for column in ("run", "steps", "dense", "silent", "sent per rank", "all dense", "ratio"):
             table.add_column(column, justify="left" if column == "run" else "right")
         for row in rows:
             table.add_row(
@@ -140,14 +143,14 @@ def whole_run(
                 f"{row.ratio:.4f}",
             )
         Console().print(table)
-    _write("bytes", {"ranks": ranks, **asdict(plan)}, [asdict(row) for row in rows], as_json=as_json, out=out)
+    _write("bytes", {"ranks": ranks, **asdict(config)}, [asdict(row) for row in rows], as_json=as_json, out=out)
 
 
 @app.command()
 def step(
     hosts: Annotated[int, integer(2, "Hosts, each with a link of its own.")] = 4,
-    ranks: Annotated[int, integer(1, "Ranks a host.", maximum=MOST_RANKS)] = 1,
-    rates: Annotated[str, typer.Option(help="What a host may send, in tc's words.")] = "100mbit,1gbit,unlimited",
+    ranks: Annotated[int, integer(1, "Ranks per host.", maximum=MOST_RANKS)] = 1,
+    rates: Annotated[str, typer.Option(help="Rate of each host's link, as tc writes it.")] = "100mbit,1gbit,unlimited",
     methods: Annotated[str, typer.Option(help=f"{', '.join(step_command.ALL_METHODS)}, or all.")] = "all",
     models: Annotated[str, typer.Option(help=f"{', '.join(MODELS)}, or all.")] = "lm-7m",
     rounds: Annotated[
@@ -164,7 +167,7 @@ def step(
     html: Annotated[Path | None, output_file("Write a page with charts that needs no network.")] = None,
     png: Annotated[Path | None, output_file("Write the charts as a picture.")] = None,
 ) -> None:
-    """Training steps over links as slow as you say, for what people use today and for thinwire's optimizers.
+    """Measure training steps over slow links, with today's methods and with thinwire's optimizers.
 
     Hosts are network namespaces of this machine (Linux, root, ip and tc). Every method takes turns with all others.
     """
@@ -177,31 +180,26 @@ def step(
     step_command.report(results, Console(), json=json, html=html, png=png)
 
 
-def _rows_of_workers(work: Callable[..., None], ranks: int, plan: object) -> list[Any]:
-    """Have local ranks measure, with a bar on a terminal; all that rank 0 reports but `Turn`s."""
-    rows: list[Any] = []
+def _measured_by_ranks(work: Callable[..., list[Any]], ranks: int, config: object) -> list[Any]:
+    """What local ranks measure. On a terminal a bar shows the progress."""
     errors = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
         tasks: dict[str, Any] = {}
 
-        def hear(message: object) -> None:
-            if not isinstance(message, Turn):
-                rows.append(message)
-                return
+        def show(message: RepeatDone) -> None:
             if message.what not in tasks:
                 tasks[message.what] = progress.add_task(message.what, total=message.of)
             progress.update(tasks[message.what], completed=message.done)
 
         try:
-            run_workers(work, ranks, (plan,), hear)
-        except WorkerError as error:
+            return run_local_ranks(work, ranks, (config,), show)
+        except ChildError as error:
             errors.print(str(error), markup=False, highlight=False)
             raise typer.Exit(1) from None
-    return rows
 
 
-def _exchange_table(label: str, ranks: int, rows: list[bench_exchange.Row]) -> Table:
+def _exchange_table(label: str, ranks: int, rows: list[bench_exchange.ExchangeResult]) -> Table:
     table = Table(title=f"{label} between {ranks} local ranks on loopback")
     for column in ("what", label, "against", "its", "ratio", f"where {label}'s time went"):
         numeric = column in (label, "its", "ratio")

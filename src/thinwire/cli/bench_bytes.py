@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from thinwire.cli.bench_exchange import Turn
+from thinwire.cli.bench_exchange import RepeatDone
 from thinwire.cli.launch import Report
 from thinwire.cli.registry import OPTIMIZERS
 from thinwire.cli.stages import warm_up
@@ -25,7 +25,7 @@ _TURNS = 100
 
 
 @dataclass(frozen=True)
-class Run:
+class CountedRun:
     """An optimizer, and how long a run of it is."""
 
     label: str
@@ -34,7 +34,7 @@ class Run:
     steps: int
 
 
-def runs(steps: int) -> list[Run]:
+def runs(steps: int) -> list[CountedRun]:
     """All that are counted; `steps` is the length of the longest.
 
     0/1 Adam takes all of them. The ratio of the others does not depend on their number, nor does the share of 1-bit
@@ -42,8 +42,8 @@ def runs(steps: int) -> list[Run]:
     """
     tenth = max(1, steps // 10)
 
-    def run(name: str, steps: int, settings: dict[str, Any], note: str = "") -> Run:
-        return Run(OPTIMIZERS[name].label + note, OPTIMIZERS[name].optimizer, settings, steps)
+    def run(name: str, steps: int, settings: dict[str, Any], note: str = "") -> CountedRun:
+        return CountedRun(OPTIMIZERS[name].label + note, OPTIMIZERS[name].optimizer, settings, steps)
 
     return [
         run("onebit-adam", tenth, warm_up(tenth, (0.9, 0.999)), note=", 15 % warm-up"),
@@ -54,7 +54,7 @@ def runs(steps: int) -> list[Run]:
 
 
 @dataclass(frozen=True)
-class Row:
+class BytesResult:
     """What one run has sent, in bytes a rank."""
 
     name: str
@@ -71,20 +71,19 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BytesConfig:
     """How long to run, and with how many parameters."""
 
     elements: int
     steps: int
 
 
-def measure(report: Report, plan: Plan) -> None:
-    """Run on every rank; rank 0 reports `Turn`s, and a `Row` a run."""
-    for run in runs(plan.steps):
-        report(_count(report, run, plan.elements))
+def measure(report: Report, config: BytesConfig) -> list[BytesResult]:
+    """Run on every rank; rank 0 reports `RepeatDone`s. Returns one `BytesResult` per run."""
+    return [_count(report, run, config.elements) for run in runs(config.steps)]
 
 
-def _count(report: Report, run: Run, elements: int) -> Row:
+def _count(report: Report, run: CountedRun, elements: int) -> BytesResult:
     torch.manual_seed(dist.get_rank())
     parameter = nn.Parameter(torch.ones(elements))
     parameter.grad = torch.randn(elements)
@@ -98,20 +97,20 @@ def _count(report: Report, run: Run, elements: int) -> Row:
         before, sent = sent, optimizer.metrics().bytes_sent
         kinds["silent" if sent == before else "dense" if sent - before > elements else "signs"] += 1
         if step * _TURNS // run.steps > (step - 1) * _TURNS // run.steps:
-            report(Turn(run.label, step, run.steps))
+            report(RepeatDone(run.label, step, run.steps))
     ranks = dist.get_world_size()
     total = torch.tensor(float(sent), dtype=torch.float64)
     dist.all_reduce(total)
     dense = 2 * (ranks - 1) / ranks * 4 * elements * run.steps
     mean = total.item() / ranks
-    return Row(
+    return BytesResult(
         name=run.label,
         settings=run.settings,
         steps=run.steps,
         dense_steps=kinds["dense"],
         silent_steps=kinds["silent"],
         bytes_sent=mean,
-        baseline="2(n-1)/n · 4 bytes a parameter and step",
+        baseline="2(n-1)/n · 4 bytes per parameter and step",
         baseline_bytes=dense,
         ratio=mean / dense,
     )

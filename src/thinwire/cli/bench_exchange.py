@@ -29,7 +29,7 @@ VOCABULARY = 96
 
 
 @dataclass(frozen=True)
-class Plan:
+class ExchangeConfig:
     """What to measure, and how often. ``optimizer`` is a name in the registry."""
 
     optimizer: str
@@ -50,7 +50,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Row:
+class ExchangeResult:
     """One comparison: ours, the baseline, and their ratio."""
 
     name: str
@@ -64,7 +64,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Turn:
+class RepeatDone:
     """A sign of life from rank 0."""
 
     what: str
@@ -72,40 +72,38 @@ class Turn:
     of: int
 
 
-def measure(report: Report, plan: Plan) -> None:
-    """Run on every rank; rank 0 reports `Turn`s, and each `Row` when it is known."""
-    ours = nn.Parameter(torch.ones(plan.elements))  # ones, not zeros, whose pages would not exist yet
-    ours.grad = torch.randn(plan.elements)
-    report(_memory(ours, plan))
-    report(_update(report, ours, plan))
-    report(_training_step(report, plan))
+def measure(report: Report, config: ExchangeConfig) -> list[ExchangeResult]:
+    """Run on every rank; rank 0 reports `RepeatDone`s."""
+    ours = nn.Parameter(torch.ones(config.elements))  # ones, not zeros, whose pages would not exist yet
+    ours.grad = torch.randn(config.elements)
+    return [_memory(ours, config), _update(report, ours, config), _training_step(report, config)]
 
 
-def _memory(ours: nn.Parameter, plan: Plan) -> Row:
+def _memory(ours: nn.Parameter, config: ExchangeConfig) -> ExchangeResult:
     """The most that the optimizer of one big parameter takes, over steps of every kind."""
     # The first optimizer of a process imports half of torch, and the first exchange opens connections: not our state.
     small = nn.Parameter(torch.ones(64))
     small.grad = torch.ones(64)
-    _largest_tensor_bytes(small, plan)
+    _largest_tensor_bytes(small, config)
     before = _peak_bytes(reset=True)
-    counted = _largest_tensor_bytes(ours, plan)
+    counted = _largest_tensor_bytes(ours, config)
     extra = counted if before is None else (_peak_bytes(reset=False) or 0) - before
-    return Row(
+    return ExchangeResult(
         name="peak memory beyond parameters and gradients",
-        value=extra / plan.elements,
-        unit="bytes a parameter",
+        value=extra / config.elements,
+        unit="bytes per parameter",
         baseline="AdamW's two fp32 moments",
         baseline_value=8.0,
-        ratio=extra / plan.elements / 8.0,
+        ratio=extra / config.elements / 8.0,
         higher_is_better=False,
-        details={"bytes_in_tensors_per_parameter": counted / plan.elements},
+        details={"bytes_in_tensors_per_parameter": counted / config.elements},
     )
 
 
-def _largest_tensor_bytes(ours: nn.Parameter, plan: Plan) -> int:
+def _largest_tensor_bytes(ours: nn.Parameter, config: ExchangeConfig) -> int:
     """Take a step of every kind; the most bytes in tensors after any of them, touched or not."""
-    settings, steps = plan.entry.stages.every_kind
-    optimizer = plan.build([ours], {**plan.entry.options, **settings})
+    settings, steps = config.entry.stages.every_kind
+    optimizer = config.build([ours], {**config.entry.options, **settings})
     largest = 0
     for _ in range(steps):
         optimizer.step()
@@ -113,12 +111,12 @@ def _largest_tensor_bytes(ours: nn.Parameter, plan: Plan) -> int:
     return largest
 
 
-def _update(report: Report, ours: nn.Parameter, plan: Plan) -> Row:
+def _update(report: Report, ours: nn.Parameter, config: ExchangeConfig) -> ExchangeResult:
     """Encode to applied, for one big gradient that is already there."""
-    optimizer = plan.build([ours], plan.entry.measured())
-    _settle(plan, optimizer.step)
+    optimizer = config.build([ours], config.entry.measured())
+    _settle(config, optimizer.step)
     assert ours.grad is not None
-    theirs = nn.Parameter(torch.zeros(plan.elements))
+    theirs = nn.Parameter(torch.zeros(config.elements))
     theirs.grad = ours.grad.clone()
     adamw = torch.optim.AdamW([theirs], fused=True)
 
@@ -128,9 +126,9 @@ def _update(report: Report, ours: nn.Parameter, plan: Plan) -> Row:
         adamw.step()
 
     metrics = optimizer.metrics()
-    mine, baseline = _take_turns(report, "update", plan.repeats, optimizer.step, all_reduce_and_adamw)
+    mine, baseline = _take_turns(report, "update", config.repeats, optimizer.step, all_reduce_and_adamw)
     return _speed_up(
-        f"update of {plan.elements:,} elements{plan.entry.stages.measured_name}, encode to applied",
+        f"update of {config.elements:,} elements{config.entry.stages.measured_name}, encode to applied",
         mine,
         "all_reduce of fp32 + fused AdamW",
         baseline,
@@ -138,14 +136,14 @@ def _update(report: Report, ours: nn.Parameter, plan: Plan) -> Row:
     )
 
 
-def _training_step(report: Report, plan: Plan) -> Row:
+def _training_step(report: Report, config: ExchangeConfig) -> ExchangeResult:
     """Forward, backward and step of the 7 M transformer."""
     torch.manual_seed(0)
     ours, theirs = (DistributedDataParallel(CharTransformer(VOCABULARY, SHAPE)) for _ in range(2))
-    optimizer = plan.build(ours.parameters(), plan.entry.measured())
+    optimizer = config.build(ours.parameters(), config.entry.measured())
     thinwire.attach(ours, optimizer)
     adamw = torch.optim.AdamW(theirs.parameters(), fused=True)
-    windows = torch.randint(VOCABULARY, (plan.batch, SHAPE.context + 1))
+    windows = torch.randint(VOCABULARY, (config.batch, SHAPE.context + 1))
 
     def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
         def step() -> None:
@@ -155,11 +153,11 @@ def _training_step(report: Report, plan: Plan) -> Row:
 
         return step
 
-    parameters, stage = sum(p.numel() for p in ours.parameters()), plan.entry.stages.measured_name
+    parameters, stage = sum(p.numel() for p in ours.parameters()), config.entry.stages.measured_name
     train_ours = train(ours, optimizer)
-    _settle(plan, train_ours)
+    _settle(config, train_ours)
     before = optimizer.metrics()
-    mine, baseline = _take_turns(report, "step", plan.repeats, train_ours, train(theirs, adamw))
+    mine, baseline = _take_turns(report, "step", config.repeats, train_ours, train(theirs, adamw))
     return _speed_up(
         f"training step of a transformer of {parameters / 1e6:.1f} M parameters{stage}, overlapped",
         mine,
@@ -169,9 +167,9 @@ def _training_step(report: Report, plan: Plan) -> Row:
     )
 
 
-def _settle(plan: Plan, step: Callable[[], object]) -> None:
+def _settle(config: ExchangeConfig, step: Callable[[], object]) -> None:
     """Take the steps that come before the stage to be measured."""
-    for _ in range(plan.entry.stages.settling_steps):
+    for _ in range(config.entry.stages.settling_steps):
         step()
 
 
@@ -189,14 +187,16 @@ def _take_turns(
             dist.barrier()
             if turn >= warm_up:
                 taken[side].append(time.perf_counter() - began)
-        report(Turn(what, turn + 1, repeats + warm_up))
+        report(RepeatDone(what, turn + 1, repeats + warm_up))
     return taken
 
 
-def _speed_up(name: str, ours: list[float], baseline: str, theirs: list[float], *, details: dict[str, Any]) -> Row:
+def _speed_up(
+    name: str, ours: list[float], baseline: str, theirs: list[float], *, details: dict[str, Any]
+) -> ExchangeResult:
     mine, other = statistics.median(ours), statistics.median(theirs)
     spread = {"seconds": _quartiles(ours), "baseline_seconds": _quartiles(theirs)}
-    return Row(name, mine, "s", baseline, other, other / mine, True, {**spread, **details})
+    return ExchangeResult(name, mine, "s", baseline, other, other / mine, True, {**spread, **details})
 
 
 def _quartiles(values: list[float]) -> list[float]:
@@ -235,7 +235,7 @@ def _tensor_bytes(optimizer: WireOptimizer) -> int:
 
 
 def _peak_bytes(*, reset: bool) -> int | None:
-    """The most memory that this process has held since the last reset; None where the system does not tell."""
+    """The most memory that this process has held since the last reset; None where the system does not report it."""
     process = Path("/proc/self")
     if not (process / "clear_refs").exists():
         return None

@@ -24,7 +24,7 @@ _RULE = {"beta": 0.8, "eps": 1e-12, "scale": 1.0, "amsgrad": False, "key": 1}
 
 
 @dataclass(frozen=True)
-class Row:
+class KernelResult:
     """One kernel: its median time, the bytes it must move, and its ratio to a baseline."""
 
     name: str
@@ -33,8 +33,8 @@ class Row:
     baseline: str
     baseline_seconds: float
     ratio: float
-    """Bytes a second against a memcpy's, unless the name says otherwise: how many times faster, or the time in times of
-    the baseline's, where less is better."""
+    """Bytes per second relative to memcpy. If the name states otherwise: the speed-up, or the time relative to
+    the baseline, where less is better."""
     higher_is_better: bool = True
 
 
@@ -44,10 +44,10 @@ class _Case:
     run: Callable[[], object]
     bytes_per_element: float
     judged: Literal["bytes", "speed", "time"] = "bytes"
-    """By what against a memcpy of as many fp32 elements: bytes a second, how many times faster, or times the time."""
+    """By what against a memcpy of as many fp32 elements: bytes per second, how many times faster, or times the time."""
 
 
-def measure(elements: int, repeats: int) -> list[Row]:
+def measure(elements: int, repeats: int) -> list[KernelResult]:
     """Run every kernel over `elements` elements, in rounds that take turns, so that noise hits all alike."""
     elements = -(-elements // 64) * 64
     threads = torch.get_num_threads()
@@ -58,7 +58,7 @@ def measure(elements: int, repeats: int) -> list[Row]:
         torch.set_num_threads(threads)
 
 
-def _measure(elements: int, repeats: int) -> list[Row]:
+def _measure(elements: int, repeats: int) -> list[KernelResult]:
     torch.manual_seed(0)
     grad = torch.randn(elements)
     to = torch.empty_like(grad)
@@ -73,7 +73,7 @@ def _measure(elements: int, repeats: int) -> list[Row]:
                 seconds[case.name].append(taken)
     middle = {name: median(taken) for name, taken in seconds.items()}
     memcpy = middle[copy.name]
-    rows: list[Row] = []
+    rows: list[KernelResult] = []
     for case in cases:
         taken = middle[case.name]
         ratio = memcpy / taken
@@ -81,11 +81,13 @@ def _measure(elements: int, repeats: int) -> list[Row]:
             ratio *= case.bytes_per_element / copy.bytes_per_element
         elif case.judged == "time":
             ratio = taken / memcpy
-        rows.append(Row(case.name, taken, case.bytes_per_element, copy.name, memcpy, ratio, case.judged != "time"))
+        rows.append(
+            KernelResult(case.name, taken, case.bytes_per_element, copy.name, memcpy, ratio, case.judged != "time")
+        )
     encode = middle["encode"]
     for name, run, share in _slow_encodes(grad):
         taken = median([_time(run) for _ in range(repeats)]) / share
-        rows.append(Row(f"encode, times faster than {name}", encode, 20.125, name, taken, taken / encode))
+        rows.append(KernelResult(f"encode, times faster than {name}", encode, 20.125, name, taken, taken / encode))
     return rows
 
 

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from thinwire.cli import training
 from thinwire.cli.charlm import Corpus, ModelShape, load_text
-from thinwire.cli.launch import WorkerError, run_workers
+from thinwire.cli.launch import run_local_ranks
 from thinwire.cli.options import (
     LARGEST_SEED,
     MOST_RANKS,
@@ -23,6 +23,7 @@ from thinwire.cli.options import (
 )
 from thinwire.cli.registry import offered
 from thinwire.cli.report import Comparison, print_comparison, write_json
+from thinwire.testbed.supervisor import ChildError
 
 _MODEL = "Model and batch"
 
@@ -81,11 +82,15 @@ def demo(
         with _progress(console) as progress:
             comparison = Comparison(
                 *(
-                    _run(training.Plan(text, shape, batch, steps, seed, name, checked_downlink), ranks, progress)
+                    _run(
+                        training.TrainingConfig(text, shape, batch, steps, seed, name, checked_downlink),
+                        ranks,
+                        progress,
+                    )
                     for name in (None, optimizer)
                 )
             )
-    except WorkerError as error:
+    except ChildError as error:
         typer.echo(f"thinwire demo: {error}", err=True)
         raise typer.Exit(1) from None
 
@@ -121,23 +126,17 @@ def _progress(console: Console) -> Progress:
     )
 
 
-def _run(plan: training.Plan, ranks: int, progress: Progress) -> training.Outcome:
+def _run(config: training.TrainingConfig, ranks: int, progress: Progress) -> training.TrainingResult:
     """Train as planned while the bar moves; where there is no bar, say when the run is over."""
-    label = plan.label
-    bar = progress.add_task(label, total=plan.steps, status=f"starting {ranks} workers")
-    outcomes: list[training.Outcome] = []
+    label = config.label
+    bar = progress.add_task(label, total=config.steps, status=f"starting {ranks} ranks")
 
-    def hear(message: training.Progress | training.Outcome) -> None:
-        if isinstance(message, training.Outcome):
-            outcomes.append(message)
-        else:
-            status = f"loss {message.loss:.3f}  {message.step / message.seconds:.1f} steps/s"
-            progress.update(bar, completed=message.step, status=status)
+    def show(message: training.TrainingProgress) -> None:
+        status = f"loss {message.loss:.3f}  {message.step / message.seconds:.1f} steps/s"
+        progress.update(bar, completed=message.step, status=status)
 
-    run_workers(training.train, ranks, (plan,), hear)
-    if not outcomes:
-        raise WorkerError("the workers ended without a result")
+    outcome: training.TrainingResult = run_local_ranks(training.train, ranks, (config,), show)
     if progress.disable:
-        seconds = outcomes[0].cumulative_seconds[-1]
-        progress.console.print(f"{label}: {plan.steps} steps in {seconds:.1f} s", highlight=False)
-    return outcomes[0]
+        seconds = outcome.cumulative_seconds[-1]
+        progress.console.print(f"{label}: {config.steps} steps in {seconds:.1f} s", highlight=False)
+    return outcome

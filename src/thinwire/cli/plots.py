@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from thinwire.cli.report import Comparison
-from thinwire.cli.training import Outcome
+from thinwire.cli.training import TrainingResult
 
 COLOURS = ("#777777", "#d1495b")
 
@@ -41,7 +41,7 @@ def plot_losses(path: Path, comparison: Comparison) -> None:
     figure.savefig(path, dpi=150, format="png")
 
 
-def _draw(panel: Axes, outcome: Outcome, positions: Sequence[float], colour: str) -> None:
+def _draw(panel: Axes, outcome: TrainingResult, positions: Sequence[float], colour: str) -> None:
     panel.plot(positions, _smoothed(outcome.training_losses), color=colour, alpha=0.4, linewidth=1)
     steps = [step for step, _ in outcome.validation_losses]
     losses = [loss for _, loss in outcome.validation_losses]

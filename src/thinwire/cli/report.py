@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 
-from thinwire.cli.training import Outcome
+from thinwire.cli.training import TrainingResult
 
 LINKS = {"1 Gbit/s": 1e9, "100 Mbit/s": 1e8}
 # The runs follow one another, so a machine that did something else meanwhile makes their times differ for no reason of
@@ -28,8 +28,8 @@ COMPARABLE_MEAN = 1.25
 class Comparison:
     """Two runs of the same model on the same data."""
 
-    baseline: Outcome
-    challenger: Outcome
+    baseline: TrainingResult
+    challenger: TrainingResult
 
     @property
     def times_are_comparable(self) -> bool:
@@ -39,7 +39,7 @@ class Comparison:
         steady = all(run.cumulative_seconds[-1] / run.steps <= COMPARABLE_MEAN * run.seconds.step for run in runs)
         return steady and max(computes) <= COMPARABLE_COMPUTE * min(computes)
 
-    def predicted_step_seconds(self, outcome: Outcome, bits_per_second: float) -> float:
+    def predicted_step_seconds(self, outcome: TrainingResult, bits_per_second: float) -> float:
         """Step time if every worker had such a link of its own.
 
         The exchange hides behind forward and backward, unless it only begins when they are over.
@@ -61,19 +61,21 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
     for label in (baseline.label, challenger.label, "ratio"):
         table.add_column(label, justify="right")
 
-    def add(name: str, show: Callable[[float], str], value: Callable[[Outcome], float], ratio: bool = True) -> None:
+    def add(
+        name: str, show: Callable[[float], str], value: Callable[[TrainingResult], float], ratio: bool = True
+    ) -> None:
         before, after = value(baseline), value(challenger)
         table.add_row(name, show(before), show(after), f"{before / after:.1f}×" if ratio and after > 0 else "")
 
     add("validation loss", "{:.3f}".format, lambda outcome: outcome.validation_loss, ratio=False)
     table.add_section()
-    add("time a step", _milliseconds, lambda outcome: outcome.seconds.step, ratio=comparison.times_are_comparable)
+    add("time per step", _milliseconds, lambda outcome: outcome.seconds.step, ratio=comparison.times_are_comparable)
     add("  forward + backward", _milliseconds, lambda outcome: outcome.seconds.compute, ratio=False)
-    # A difference of noisy medians: what comes out below zero is zero as far as this run can tell.
+    # A difference of noisy medians: a value below zero is zero within the noise of this run.
     add("  exposed exchange", _milliseconds, lambda outcome: max(0.0, outcome.seconds.exchange), ratio=False)
     add("  optimizer", _milliseconds, lambda outcome: outcome.seconds.optimizer, ratio=False)
     table.add_section()
-    add("sent a step and worker", byte_count, lambda outcome: outcome.bytes_sent_per_step)
+    add("sent per step and worker", byte_count, lambda outcome: outcome.bytes_sent_per_step)
     table.add_section()
     for link, rate in LINKS.items():
         add(
@@ -97,7 +99,7 @@ def _notes(comparison: Comparison) -> dict[str, str]:
         "Where the time went": "forward + backward is timed in extra passes with the exchange off (no_sync); "
         "exposed exchange is what the exchange adds to that, in backward and in waits after it. Medians over steps, "
         "means over workers. Validation and the extra passes are in no time shown.",
-        "Sent": f"{baseline.label}: theoretical, 2(n-1)/n × 4 bytes a parameter, a ring all-reduce of fp32 gradients. "
+        "Sent": f"{baseline.label}: theoretical, 2(n-1)/n × 4 bytes per parameter, ring all-reduce of fp32 gradients. "
         f"{challenger.label}: counted.",
         "Predicted, not measured": "max(forward + backward, sent / link) + optimizer, as if the exchange overlapped "
         "perfectly; forward + backward is the mean of both runs.",
@@ -108,7 +110,7 @@ def _notes(comparison: Comparison) -> dict[str, str]:
         )
     if challenger.remark is not None:
         notes[f"Steps of {challenger.label}"] = (
-            f"{challenger.remark} Bytes a step and predicted times are means over the whole run; other times are "
+            f"{challenger.remark} Bytes per step and predicted times are means over the whole run; other times are "
             "medians."
         )
     if not comparison.times_are_comparable:
@@ -122,7 +124,7 @@ def _notes(comparison: Comparison) -> dict[str, str]:
             f"{name} {_milliseconds(challenger.metrics[f'{name}_seconds'] / challenger.steps)}"
             for name in ("encode", "wire", "vote", "apply")
         )
-        notes[f"Inside {challenger.label}"] = f"{parts}, a step on worker 0; wire includes waiting for slower workers."
+        notes[f"Inside {challenger.label}"] = f"{parts}, per step on worker 0; wire includes waits for slower workers."
     return notes
 
 

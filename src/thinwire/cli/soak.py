@@ -23,10 +23,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from thinwire.cli.launch import Report, WorkerError, run_workers
+from thinwire.cli.launch import Report, run_local_ranks
 from thinwire.cli.options import MOST_RANKS, integer, optimizer_name, output_file
 from thinwire.cli.registry import OPTIMIZERS, offered
 from thinwire.cli.report import byte_count
+from thinwire.testbed.supervisor import ChildError
 
 SAMPLES = 100
 """How often a run is looked at."""
@@ -84,7 +85,7 @@ def growth_of(rank: int, samples: Sequence[Sample]) -> Growth:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SoakConfig:
     """What to run. ``optimizer`` is a name in the registry."""
 
     optimizer: str
@@ -92,7 +93,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Progress:
+class SoakProgress:
     """A sign of life from rank 0."""
 
     step: int
@@ -100,7 +101,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SoakResult:
     """What all ranks have seen."""
 
     seconds: float
@@ -108,31 +109,31 @@ class Outcome:
     """A list a rank."""
 
 
-def train(report: Report, plan: Plan) -> None:
-    """Run on every rank; rank 0 reports `Progress`, and an `Outcome` in the end."""
+def train(report: Report, config: SoakConfig) -> SoakResult:
+    """Run on every rank; rank 0 reports `SoakProgress`."""
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4)))
-    entry = OPTIMIZERS[plan.optimizer]
-    optimizer = entry.build(model.parameters(), entry.whole_run(plan.steps, seed=0))
+    entry = OPTIMIZERS[config.optimizer]
+    optimizer = entry.build(model.parameters(), entry.whole_run(config.steps, seed=0))
     thinwire.attach(model, optimizer)
     inputs = torch.Generator().manual_seed(dist.get_rank())
-    due = sample_steps(plan.steps)
+    due = sample_steps(config.steps)
     samples: list[Sample] = []
     gc.collect()
     gc.freeze()  # all that torch has made so far need not be counted, nor gone through, at every look
     began = time.perf_counter()
-    for step in range(1, plan.steps + 1):
+    for step in range(1, config.steps + 1):
         batch = torch.randn(8, 16, generator=inputs)
         (model(batch) - batch[:, :4]).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         if step in due:
             samples.append(look(step, samples[-1] if samples else None))
-            report(Progress(step, time.perf_counter() - began))
+            report(SoakProgress(step, time.perf_counter() - began))
     seconds = time.perf_counter() - began
     of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, samples)
-    report(Outcome(seconds, of_ranks))
+    return SoakResult(seconds, of_ranks)
 
 
 def sample_steps(steps: int) -> set[int]:
@@ -168,7 +169,7 @@ def soak(
     optimizer: Annotated[str, optimizer_name(offered("demo"), "What trains")] = "birder",
     json: Annotated[Path | None, output_file("Write all samples to this file.")] = None,
 ) -> None:
-    """Train a tiny model for very long, and see that no rank's memory, descriptors or threads grow.
+    """Train a tiny model for many steps, and check that no rank's memory, descriptors or threads grow.
 
     Every rank is looked at a hundred times. From a tenth of the run on memory may grow by less than 1 %, and the number
     of descriptors and of threads must stay as it is; otherwise the exit code is 1.
@@ -176,21 +177,18 @@ def soak(
     if not (_PROCESS / "statm").exists():
         typer.echo(f"thinwire soak: needs {_PROCESS}, which only Linux has", err=True)
         raise typer.Exit(1)
-    console, outcomes = Console(), []
+    console = Console()
 
-    def hear(message: Progress | Outcome) -> None:
-        if isinstance(message, Outcome):
-            outcomes.append(message)
-        elif console.is_terminal:
+    def show(message: SoakProgress) -> None:
+        if console.is_terminal:
             rate = message.step / message.seconds
             console.print(f"{message.step:,} of {steps:,} steps, {rate:,.0f} steps/s", end="\r", highlight=False)
 
     try:
-        run_workers(train, ranks, (Plan(optimizer, steps),), hear)
-    except WorkerError as error:
+        outcome: SoakResult = run_local_ranks(train, ranks, (SoakConfig(optimizer, steps),), show)
+    except ChildError as error:
         typer.echo(f"thinwire soak: {error}", err=True)
         raise typer.Exit(1) from None
-    (outcome,) = outcomes
     growths = [growth_of(rank, samples) for rank, samples in enumerate(outcome.samples)]
     complaints = [complaint for growth in growths for complaint in growth.complaints()]
     _print_table(console, f"{steps:,} steps of {optimizer} on {ranks} ranks", growths)
@@ -198,7 +196,7 @@ def soak(
     for complaint in complaints:
         console.print(complaint, highlight=False)
     if json is not None:
-        _write(json, Plan(optimizer, steps), outcome, growths, complaints)
+        _write(json, SoakConfig(optimizer, steps), outcome, growths, complaints)
     if complaints:
         raise typer.Exit(1)
 
@@ -218,10 +216,12 @@ def _print_table(console: Console, title: str, growths: Sequence[Growth]) -> Non
     console.print(table)
 
 
-def _write(path: Path, plan: Plan, outcome: Outcome, growths: Sequence[Growth], complaints: Sequence[str]) -> None:
+def _write(
+    path: Path, config: SoakConfig, outcome: SoakResult, growths: Sequence[Growth], complaints: Sequence[str]
+) -> None:
     results = {
-        **asdict(plan),
-        "steps_per_second": plan.steps / outcome.seconds,
+        **asdict(config),
+        "steps_per_second": config.steps / outcome.seconds,
         "rss_limit": RSS_LIMIT,
         "ranks": [
             {

@@ -36,9 +36,9 @@ def _check_ranks(ranks: int) -> None:
 def run(
     command: Annotated[list[str], typer.Argument(help="What every rank runs, with its arguments.")],
     hosts: Annotated[int, _checked_by(Testbed, "Hosts, each with a link of its own to one switch.")] = 2,
-    ranks: Annotated[int, _checked_by(_check_ranks, "Processes a host.")] = 1,
+    ranks: Annotated[int, _checked_by(_check_ranks, "Processes per host.")] = 1,
     rate: Annotated[
-        str, _checked_by(parse_rate, "What each host may send: 100mbit, 1gbit, ... or unlimited.")
+        str, _checked_by(parse_rate, "Rate of each host's link: 100mbit, 1gbit, ... or unlimited.")
     ] = "unlimited",
     delay: Annotated[
         str | None, _checked_by(parse_delay, "How long a packet travels: 5ms, ... Needs a kernel with netem.")
@@ -46,7 +46,7 @@ def run(
 ) -> None:
     """Run a command on several hosts as torchrun would, e.g. ``thinwire testbed run --rate 1gbit -- python train.py``.
 
-    Ends with the exit code of the first rank that fails, and says how many bytes left each host.
+    Ends with the exit code of the first rank that fails, and prints how many bytes left each host.
     """
     with _unavailable_said(), Testbed(hosts, rate=rate, delay=delay) as testbed:
         code = testbed.run(command, ranks=ranks)
@@ -57,7 +57,7 @@ def run(
 
 @app.command()
 def clean() -> None:
-    """Remove what killed runs have left behind. The next run does the same."""
+    """Remove the namespaces that killed runs left behind. The next run does the same."""
     with _unavailable_said():
         removed = remove_leftovers()
     for namespace in removed:

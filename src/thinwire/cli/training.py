@@ -27,7 +27,7 @@ from thinwire.optimizers.optimizer import WireOptimizer
 ADAMW = {"lr": 5e-3, "betas": (0.7, 0.95), "weight_decay": WEIGHT_DECAY, "fused": True}
 EVALUATIONS = 12
 PROBES = 20
-# The first steps build DDP's buckets, fault memory in and fill caches; they say nothing about the rest.
+# The first steps build DDP's buckets, fault memory in and fill caches; they are not typical of the rest.
 WARM_UP_STEPS = 10
 VALIDATION_WINDOWS = 512
 VALIDATION_BATCH = 32
@@ -35,7 +35,7 @@ SECONDS_BETWEEN_REPORTS = 0.1
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingConfig:
     """Everything that decides a run. ``optimizer`` is a name in the registry, or None for AdamW."""
 
     text: str
@@ -48,7 +48,7 @@ class Plan:
 
     @property
     def entry(self) -> Entry | None:
-        """What the registry says of the optimizer; None for AdamW."""
+        """The optimizer's entry in the registry; None for AdamW."""
         return None if self.optimizer is None else OPTIMIZERS[self.optimizer].with_downlink(self.downlink)
 
     @property
@@ -68,7 +68,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Progress:
+class TrainingProgress:
     """A sign of life from rank 0; ``seconds`` is the time spent in training steps so far."""
 
     step: int
@@ -91,8 +91,8 @@ class StepSeconds:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a run showed. The curves have a value a step; validation is pairs of (step, loss)."""
+class TrainingResult:
+    """What a run showed. The curves have one value per step; validation is pairs of (step, loss)."""
 
     label: str
     settings: dict[str, Any]
@@ -131,29 +131,29 @@ class _Record:
         return StepSeconds(*_mean_over_workers([step, compute, step - compute - optimizer, optimizer]))
 
 
-def train(report: Report, plan: Plan) -> None:
-    """Train as the plan says; rank 0 reports ``Progress`` now and then, and an ``Outcome`` at the end."""
+def train(report: Report, config: TrainingConfig) -> TrainingResult:
+    """Train as configured; rank 0 reports ``TrainingProgress`` now and then."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    corpus = Corpus.from_text(plan.text, plan.shape.context)
-    seed, steps = plan.seed, plan.steps
+    corpus = Corpus.from_text(config.text, config.shape.context)
+    seed, steps = config.seed, config.steps
     torch.manual_seed(seed)
-    model = DistributedDataParallel(CharTransformer(corpus.vocabulary_size, plan.shape))
+    model = DistributedDataParallel(CharTransformer(corpus.vocabulary_size, config.shape))
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    optimizer = plan.build(model.parameters())
+    optimizer = config.build(model.parameters())
     if isinstance(optimizer, WireOptimizer):
         thinwire.attach(model, optimizer)
     schedule = LambdaLR(optimizer, lambda step: learning_rate_factor(step, steps))
 
     # One stream of windows for the whole group, of which a rank takes its row: the order depends on the seed alone.
     data_order = torch.Generator().manual_seed(seed)
-    last_start = len(corpus.training) - plan.shape.context
+    last_start = len(corpus.training) - config.shape.context
     record = _Record()
     validation_losses: list[tuple[int, float]] = []
     reported_at = -math.inf
 
     for step in range(1, steps + 1):
-        starts = torch.randint(last_start, (ranks, plan.batch), generator=data_order)[rank]
-        batch = corpus.training_batch(starts, plan.shape.context)
+        starts = torch.randint(last_start, (ranks, config.batch), generator=data_order)[rank]
+        batch = corpus.training_batch(starts, config.shape.context)
         if is_due(step, steps, PROBES):
             record.compute_alone.append(_compute_seconds(model, batch))
         _train_step(model, optimizer, batch, record)
@@ -164,28 +164,26 @@ def train(report: Report, plan: Plan) -> None:
         record.bytes_sent.append(_bytes_sent(optimizer, step, parameters, ranks))
         if time.monotonic() - reported_at > SECONDS_BETWEEN_REPORTS or step == steps:
             reported_at = time.monotonic()
-            report(Progress(step, record.loss[-1], sum(record.step)))
+            report(TrainingProgress(step, record.loss[-1], sum(record.step)))
         if validates:
-            validation_losses.append((step, _validation_loss(model.module, corpus, plan.shape.context)))
+            validation_losses.append((step, _validation_loss(model.module, corpus, config.shape.context)))
 
-    report(
-        Outcome(
-            label=plan.label,
-            settings=plan.settings(),
-            ranks=ranks,
-            steps=steps,
-            parameters=parameters,
-            validation_loss=validation_losses[-1][1],
-            bytes_sent_per_step=record.bytes_sent[-1] / steps,
-            seconds=record.typical_seconds(),
-            training_losses=_mean_over_workers(record.loss),
-            cumulative_seconds=list(accumulate(record.step)),
-            cumulative_bytes=record.bytes_sent,
-            validation_losses=validation_losses,
-            metrics=asdict(optimizer.metrics()) if isinstance(optimizer, WireOptimizer) else None,
-            remark=None if plan.entry is None else plan.entry.stages.remark(steps),
-            overlaps=plan.entry is None or plan.entry.overlaps,
-        )
+    return TrainingResult(
+        label=config.label,
+        settings=config.settings(),
+        ranks=ranks,
+        steps=steps,
+        parameters=parameters,
+        validation_loss=validation_losses[-1][1],
+        bytes_sent_per_step=record.bytes_sent[-1] / steps,
+        seconds=record.typical_seconds(),
+        training_losses=_mean_over_workers(record.loss),
+        cumulative_seconds=list(accumulate(record.step)),
+        cumulative_bytes=record.bytes_sent,
+        validation_losses=validation_losses,
+        metrics=asdict(optimizer.metrics()) if isinstance(optimizer, WireOptimizer) else None,
+        remark=None if config.entry is None else config.entry.stages.remark(steps),
+        overlaps=config.entry is None or config.entry.overlaps,
     )
 
 

@@ -1,4 +1,4 @@
-"""Slow networks on one Linux machine: hosts that are network namespaces, links that are as thin as you say.
+"""Slow networks on one Linux machine: hosts are network namespaces, and their links have the rate that you choose.
 
     with Testbed(hosts=4, rate="100mbit") as testbed:
         code = testbed.run(["python", "train.py"], ranks=2)

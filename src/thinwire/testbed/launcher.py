@@ -22,9 +22,9 @@ def die_with(parent: int) -> None:
 
 
 def main() -> None:
-    """Become the command, or say why that is not possible."""
+    """Become the command, or print why that is not possible."""
     parent, command = int(sys.argv[1]), sys.argv[2:]
-    # If the testbed's process is killed, nobody else would end this one.
+    # If the testbed's process is killed, nothing else would end this one.
     die_with(parent)
     try:
         os.execvp(command[0], command)

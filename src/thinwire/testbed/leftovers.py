@@ -1,4 +1,4 @@
-"""Whose namespaces are whose, and how they are removed with all that is in them."""
+"""Owners of network namespaces, and how namespaces are removed with the processes inside."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OWNED_NAME = re.compile(r"(?P<testbed>thinwire-(?P<pid>\d+)-(?P<start>\d+)-\d+)
 
 
 def new_testbed_name() -> str:
-    """A name that says who owns it: the process, and when it started, because process ids come around again."""
+    """A name that contains its owner: the process id and its start time, because process ids are reused."""
     pid = os.getpid()
     return f"thinwire-{pid}-{_start_ticks(pid)}-{next(_serials)}"
 
@@ -64,17 +64,17 @@ def remove_testbed(testbed: str) -> None:
 def _remove_namespaces(testbed: str) -> list[str]:
     namespaces = [match[0] for match in _owned_names() if match["testbed"] == testbed]
     with ExitStack() as open_files:
-        # As long as they are open, their inodes cannot become those of somebody else's namespaces.
+        # As long as they are open, their inodes cannot become those of other namespaces.
         inodes = {inode for name in namespaces if (inode := _open(NAMED_NAMESPACES / name, open_files)) is not None}
         _end_processes(inodes)
         for namespace in namespaces:
             try:
                 run_tool("ip", "netns", "delete", namespace)
             except ToolError:
-                # If it is gone, somebody else was faster.
+                # If it is gone, another process was faster.
                 if (NAMED_NAMESPACES / namespace).exists():
                     raise
-        # Once more: somebody may have been on the way in.
+        # Once more: a process may have been about to enter.
         survivors = _end_processes(inodes)
     if survivors:
         raise RuntimeError(f"processes {sorted(survivors)} of {testbed} did not end within {_SECONDS_TO_DIE:g} s")
@@ -100,7 +100,7 @@ def _start_ticks(pid: int) -> int | None:
 
 
 def _end_processes(inodes: set[tuple[int, int]]) -> set[int]:
-    """Kill whoever is in the namespaces. Returns who is still there after `_SECONDS_TO_DIE`."""
+    """Kill the processes in the namespaces. Returns those still there after `_SECONDS_TO_DIE`."""
     deadline = time.monotonic() + _SECONDS_TO_DIE
     while True:
         # Again and again, as some may be forking.

@@ -127,20 +127,15 @@ class Testbed:
         Returns:
             The processes in rank order, host by host. Each leads a process group of its own.
         """
-        self._require_hosts()
         if isinstance(command, str) or not command:
             raise ValueError(f"command must be a sequence of a program and its arguments, got {command!r}")
-        check_ranks(ranks)
         check_options(popen)
-        # A new port each time: the last one may still be waiting for late packets.
-        environments = rank_environments(
-            len(self.hosts), ranks, self.hosts[0].address, next(self._ports), _INTERFACE, env
-        )
+        places = self.places(ranks, env)
         processes: list[subprocess.Popen[Any]] = []
 
         def start_all() -> None:
-            for rank, environment in enumerate(environments):
-                process = start_in(self.hosts[rank // ranks].namespace, command, environment, popen)
+            for host, environment in places:
+                process = start_in(host.namespace, command, environment, popen)
                 processes.append(process)
                 self._started.append(process)
 
@@ -153,6 +148,16 @@ class Testbed:
                 end(processes)
             raise
         return processes
+
+    def places(self, ranks: int = 1, env: Mapping[str, str] | None = None) -> list[tuple[Host, dict[str, str]]]:
+        """The host of each rank and its environment with torchrun's variables, for processes that a caller starts."""
+        self._require_hosts()
+        check_ranks(ranks)
+        # A new port each time: the last one may still be waiting for late packets.
+        environments = rank_environments(
+            len(self.hosts), ranks, self.hosts[0].address, next(self._ports), _INTERFACE, env
+        )
+        return [(self.hosts[rank // ranks], environment) for rank, environment in enumerate(environments)]
 
     def run(self, command: Sequence[str], *, ranks: int = 1, env: Mapping[str, str] | None = None) -> int:
         """Start the command on every host and wait for it; when one rank fails, the others are ended.
@@ -201,7 +206,7 @@ class Testbed:
         with _kernel_feature("network namespaces"):
             run_tool("ip", "netns", "add", switch)
         if self._delay is not None:
-            # Asked first, and of a loopback that nobody uses: small kernels have all but this.
+            # Checked first, on an unused loopback: small kernels have all features but this.
             with _kernel_feature("netem for delay="):
                 delay_egress(switch, "lo", self._delay)
         with _kernel_feature("bridges"):

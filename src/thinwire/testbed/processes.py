@@ -30,7 +30,7 @@ def rank_environments(
     """What torchrun would tell each process, in rank order: all of host 0, then all of host 1, and so on."""
     # If we run under torchrun ourselves, its agent's store is not the ranks' business.
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("TORCHELASTIC_")}
-    # Ranks share this machine's cores; as many threads each as there are cores would only fight each other.
+    # Ranks share this machine's cores; as many threads each as there are cores would slow each other down.
     shared = {"OMP_NUM_THREADS": "1"} | inherited | dict(extra or {})
     for rank in range(hosts * ranks):
         yield shared | {

@@ -1,4 +1,4 @@
-"""How thin a link is: the words for it, and what the kernel's queues are told."""
+"""The rate of a link: how it is written, and how the kernel's queues are configured."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Egress:
     Two token buckets, one in the other. The outer one never holds anything back and is never replaced: it counts the
     bytes that leave, every frame with its headers (the interface's own counter sees a large TCP packet before it is cut
     into frames, with one header for all of them). The inner one shapes. It is replaced to change the rate, not changed,
-    because a packet that waits in a bucket that has become smaller than it would wait for ever.
+    because a packet that is larger than the new bucket would never leave it.
     """
 
     def __init__(self, namespace: str, interface: str) -> None:

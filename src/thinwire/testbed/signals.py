@@ -1,4 +1,4 @@
-"""Signals that would end this process: a testbed wants to be removed first."""
+"""Signals that would end this process: cleanup comes first."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _exit(number: int, _: FrameType | None) -> None:
 def signals_as_exceptions() -> Iterator[None]:
     """SIGTERM and SIGHUP end Python on the spot by default; meanwhile they raise SystemExit, as Ctrl-C raises its own.
 
-    Handlers that somebody else has put in place stay. Outside the main thread nothing changes: signals never get there.
+    Handlers that are already installed stay. Outside the main thread nothing changes: signals never get there.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

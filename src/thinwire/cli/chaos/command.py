@@ -12,23 +12,26 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from thinwire.cli.chaos.ranks import Nursery
-from thinwire.cli.chaos.results import Report
-from thinwire.cli.chaos.supervisor import Limits, Supervisor, UnfinishedError
+from thinwire.cli.chaos.results import ChaosResults
+from thinwire.cli.chaos.run import ChaosRun, Limits, UnfinishedError
 from thinwire.cli.options import LARGEST_SEED, integer, number, output_file
 from thinwire.testbed import Testbed, TestbedUnavailable
+from thinwire.testbed.forkserver import ForkServer
 from thinwire.testbed.signals import signals_deferred
+
+# Making any torch optimizer imports torch._dynamo, which takes over a second.
+PRELOAD = ("thinwire.cli.chaos.worker", "torch._dynamo")
 
 
 def chaos(
-    minutes: Annotated[float, number(0, 1e5, "After so long there are no more faults.")] = 5.0,
+    minutes: Annotated[float, number(0, 1e5, "Inject no more faults after this time.")] = 5.0,
     seed: Annotated[
         int, integer(0, "Decides the models, the data and the faults, but for their timing.", maximum=LARGEST_SEED)
     ] = 0,
     hosts: Annotated[int, integer(2, "Hosts, with one rank each.")] = 4,
-    faults: Annotated[int | None, integer(1, "After so many there are no more.")] = None,
+    faults: Annotated[int | None, integer(1, "Inject at most this many faults.")] = None,
     timeout: Annotated[float, number(1, 3600, "Of the process groups, in seconds.")] = 5.0,
-    json: Annotated[Path | None, output_file("Write everything that happened to this file.")] = None,
+    json: Annotated[Path | None, output_file("Write all faults and results to this file.")] = None,
 ) -> None:
     """Kill, freeze, cut off, slow down and corrupt ranks that train, and compare with a run without faults, to the bit.
 
@@ -41,11 +44,11 @@ def chaos(
         testbed = Testbed(hosts)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="'--hosts'") from None
-    report = Report(seed, hosts, timeout)
+    report = ChaosResults(seed, hosts, timeout)
     unfinished = ""
     try:
-        with testbed, _folder() as folder, Nursery() as nursery:
-            nursery.wait()
+        with testbed, _folder() as folder, ForkServer(PRELOAD) as server:
+            server.wait()
             began = time.monotonic()
             limits = Limits(began + 60 * minutes, faults)
 
@@ -53,7 +56,7 @@ def chaos(
                 console.print(news, markup=False, highlight=False, soft_wrap=True)
 
             try:
-                Supervisor(testbed, nursery, folder, report, limits, say).run()
+                ChaosRun(testbed, server, folder, report, limits, say).run()
             except UnfinishedError as error:
                 unfinished = str(error)
             report.seconds = time.monotonic() - began

@@ -113,7 +113,7 @@ class Net(nn.Module):
 
 
 def episodes(seed: int, ranks: int) -> Iterator[Episode]:
-    """One after the other, for ever: all optimizers in turn, and every third time in nodes where ranks allow it."""
+    """Without end: all optimizers in turn, and every third time in nodes where ranks allow it."""
     number = 0
     while True:
         for name in offered("chaos"):

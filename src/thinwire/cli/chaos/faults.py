@@ -1,7 +1,7 @@
-"""The faults: what is done to the ranks, and what must come of it.
+"""The faults: what is done to the ranks, and what must follow.
 
-A fault is a function of a `Scene`. It inflicts something, waits for what must happen, and takes it back. A new one is a
-function and a line of `FAULTS`.
+A fault is a function of an `Injection`. It does something to the ranks or their links, waits for the consequences, and
+repairs the links. To add one, write a function and add a line to `FAULTS`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 
-from thinwire.cli.chaos.scene import Scene
+from thinwire.cli.chaos.injection import Injection
 
 _CRAWL = "1kbit"
 # Shares of the timeout for which a pause must be borne: after it the ranks need some of the rest to go on.
@@ -17,114 +17,114 @@ _BEARABLE = (0.05, 0.4)
 _LONGEST_CUT = 1.0
 
 
-def kill(scene: Scene) -> None:
+def kill(injection: Injection) -> None:
     """SIGKILL of a rank or two: connections close."""
-    victims = scene.choose(2 if len(scene.ranks) > 2 and scene.random.random() < 0.25 else 1)
-    scene.inflict(victims)
+    victims = injection.choose(2 if len(injection.ranks) > 2 and injection.random.random() < 0.25 else 1)
+    injection.inflict(victims)
     for rank in victims:
         rank.signal(signal.SIGKILL)
-    scene.expect_loss(scene.all_but(victims))
+    injection.expect_loss(injection.all_but(victims))
 
 
-def kill_while_starting(scene: Scene) -> None:
+def kill_while_starting(injection: Injection) -> None:
     """The same before the first step, while ranks agree on what they are about to do, and load a checkpoint."""
-    victims = scene.choose(1)
-    scene.inflict(victims)
+    victims = injection.choose(1)
+    injection.inflict(victims)
     victims[0].signal(signal.SIGKILL)
-    scene.expect_end(scene.all_but(victims), any_error=True)
+    injection.expect_end(injection.all_but(victims), any_error=True)
 
 
-def freeze_for_good(scene: Scene) -> None:
+def freeze_for_good(injection: Injection) -> None:
     """SIGSTOP of a rank that never comes back: nothing closes."""
-    victims = scene.choose(1)
-    scene.inflict(victims)
+    victims = injection.choose(1)
+    injection.inflict(victims)
     victims[0].signal(signal.SIGSTOP)
-    scene.expect_loss(scene.all_but(victims))
+    injection.expect_loss(injection.all_but(victims))
     victims[0].signal(signal.SIGKILL)
 
 
-def freeze_too_long(scene: Scene) -> None:
+def freeze_too_long(injection: Injection) -> None:
     """SIGSTOP of a rank that comes back when the others have given up: it has to give up too."""
-    victims = scene.choose(1)
-    scene.inflict(victims)
+    victims = injection.choose(1)
+    injection.inflict(victims)
     victims[0].signal(signal.SIGSTOP)
-    scene.expect_loss(scene.all_but(victims))
-    scene.begin_again()
+    injection.expect_loss(injection.all_but(victims))
+    injection.begin_again()
     victims[0].signal(signal.SIGCONT)
-    scene.expect_loss(victims)
+    injection.expect_loss(victims)
 
 
-def freeze_briefly(scene: Scene) -> None:
+def freeze_briefly(injection: Injection) -> None:
     """SIGSTOP of a rank that comes back in time."""
-    victims = scene.choose(1)
-    scene.inflict(victims)
+    victims = injection.choose(1)
+    injection.inflict(victims)
     victims[0].signal(signal.SIGSTOP)
-    scene.wait(scene.timeout * scene.random.uniform(*_BEARABLE))
+    injection.wait(injection.timeout * injection.random.uniform(*_BEARABLE))
     victims[0].signal(signal.SIGCONT)
-    scene.expect_progress()
+    injection.expect_progress()
 
 
-def cut(scene: Scene) -> None:
+def cut(injection: Injection) -> None:
     """A cable is pulled: on both sides of it ranks are out of reach."""
-    victims = scene.choose(1)
-    scene.inflict(victims)
-    scene.testbed.cut(victims[0].number)
-    scene.expect_loss(scene.ranks)
-    scene.testbed.mend(victims[0].number)
+    victims = injection.choose(1)
+    injection.inflict(victims)
+    injection.testbed.cut(victims[0].number)
+    injection.expect_loss(injection.ranks)
+    injection.testbed.mend(victims[0].number)
 
 
-def cut_briefly(scene: Scene) -> None:
+def cut_briefly(injection: Injection) -> None:
     """A cable is pulled and plugged in again: TCP bears it."""
-    victims = scene.choose(1)
-    scene.inflict(victims)
-    scene.testbed.cut(victims[0].number)
-    scene.wait(min(_LONGEST_CUT, 0.2 * scene.timeout) * scene.random.random())
-    scene.testbed.mend(victims[0].number)
-    scene.expect_progress()
+    victims = injection.choose(1)
+    injection.inflict(victims)
+    injection.testbed.cut(victims[0].number)
+    injection.wait(min(_LONGEST_CUT, 0.2 * injection.timeout) * injection.random.random())
+    injection.testbed.mend(victims[0].number)
+    injection.expect_progress()
 
 
-def crawl(scene: Scene) -> None:
+def crawl(injection: Injection) -> None:
     """A link at 1 kbit/s is as good as none."""
-    victims = scene.choose(1)
-    scene.inflict(victims)
-    scene.testbed.set_rate(_CRAWL, host=victims[0].number)
-    scene.expect_loss(scene.ranks)
-    scene.testbed.set_rate(None)
+    victims = injection.choose(1)
+    injection.inflict(victims)
+    injection.testbed.set_rate(_CRAWL, host=victims[0].number)
+    injection.expect_loss(injection.ranks)
+    injection.testbed.set_rate(None)
 
 
-def slow_down(scene: Scene) -> None:
+def slow_down(injection: Injection) -> None:
     """Links of 1 to 100 Mbit/s, here and there, are slow and no more."""
-    victims = scene.choose(scene.random.randint(1, len(scene.ranks)))
-    scene.inflict(victims)
+    victims = injection.choose(injection.random.randint(1, len(injection.ranks)))
+    injection.inflict(victims)
     for rank in victims:
-        scene.testbed.set_rate(f"{10 ** scene.random.uniform(0, 2):.3f}mbit", host=rank.number)
-    goes_on = scene.expect_progress()
-    scene.testbed.set_rate(None)
+        injection.testbed.set_rate(f"{10 ** injection.random.uniform(0, 2):.3f}mbit", host=rank.number)
+    goes_on = injection.expect_progress()
+    injection.testbed.set_rate(None)
     if goes_on:
-        scene.expect_progress()
+        injection.expect_progress()
 
 
-def corrupt(scene: Scene) -> None:
+def corrupt(injection: Injection) -> None:
     """A bit of a packet is flipped on its way: nobody applies the step, unless the packet says it twice."""
-    victims = scene.choose(1)
-    scene.inflict(victims)
-    victims[0].tell(f"corrupt {scene.random.random()}")
-    if scene.corrupted_by(victims[0]) == "twice":
-        scene.expect_progress()
+    victims = injection.choose(1)
+    injection.inflict(victims)
+    victims[0].send(f"corrupt {injection.random.random()}")
+    if injection.corrupted_by(victims[0]) == "twice":
+        injection.expect_progress()
     else:
-        scene.expect_corruption()
+        injection.expect_corruption()
 
 
-def interrupt(scene: Scene) -> None:
+def interrupt(injection: Injection) -> None:
     """SIGTERM or Ctrl-C for all, as launchers and people do it."""
-    scene.inflict(scene.ranks)
-    number = scene.random.choice((signal.SIGTERM, signal.SIGINT))
-    for rank in scene.ranks:
+    injection.inflict(injection.ranks)
+    number = injection.random.choice((signal.SIGTERM, signal.SIGINT))
+    for rank in injection.ranks:
         rank.signal(number)
-    scene.expect_end(scene.ranks, errors=("SystemExit", "KeyboardInterrupt", "PeerLost"))
+    injection.expect_end(injection.ranks, errors=("SystemExit", "KeyboardInterrupt", "PeerLost"))
 
 
-FAULTS: dict[str, Callable[[Scene], None]] = {
+FAULTS: dict[str, Callable[[Injection], None]] = {
     "kill": kill,
     "kill while starting": kill_while_starting,
     "freeze for good": freeze_for_good,

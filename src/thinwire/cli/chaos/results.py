@@ -26,7 +26,7 @@ LOST = "lost checkpoint"
 WRONGS = {
     HANG: "a rank that had not ended by itself within the timeout and 5 s",
     WRONG_ERROR: "a rank that raised something else than PeerLost or CorruptPacket",
-    CRASH: "a rank that was ended by a signal that nobody sent",
+    CRASH: "a rank that was ended by a signal that was not part of a fault",
     FALSE_ALARM: "a rank that failed where it should have gone on",
     DIVERGENCE: "parameters or skipped steps other than those of the run without faults",
     LOST: "a checkpoint that all ranks had saved, and that was not what they went on from",
@@ -42,7 +42,7 @@ class Fault:
     episode: int
     contender: str
     step: int
-    """The last that any rank had told of."""
+    """The last step that any rank had reported."""
     victims: list[int]
     noticed_after: float | None = None
     """Until the last rank that had to raise had raised, in seconds; None if none had to."""
@@ -85,7 +85,7 @@ class Ending:
 
 
 @dataclass
-class Report:
+class ChaosResults:
     """All of a run."""
 
     seed: int
@@ -137,7 +137,7 @@ class Report:
         minutes = self.seconds / 60
         console.print(
             f"{len(self.endings)} episodes, {equal} of them equal to the bit to the run without faults; "
-            f"{len(self.faults)} faults in {minutes:.1f} minutes, {len(self.faults) / minutes:.0f} a minute",
+            f"{len(self.faults)} faults in {minutes:.1f} minutes, {len(self.faults) / minutes:.0f} per minute",
             highlight=False,
         )
 

@@ -1,6 +1,6 @@
-"""A rank under fire. It trains as any program would: errors are not handled, but end it, through its `finally`.
+"""One rank of `thinwire chaos`. It trains as any program does: an error ends it, through its `finally`.
 
-It has a *line* to the supervisor, on which it tells what it has reached, and hears what it is to do.
+It has a channel to the parent: it reports how far it is, and receives when to corrupt a packet and when to leave.
 """
 
 from __future__ import annotations
@@ -8,15 +8,15 @@ from __future__ import annotations
 import faulthandler
 import hashlib
 import itertools
-import json
 import os
 import random
 import signal
-import socket
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -27,17 +27,15 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from thinwire import checkpoint
 from thinwire.cli.chaos.episodes import Episode
-from thinwire.testbed import enter_namespace
 
-LONGEST_REPORT = 1 << 16
 _LONGEST_MESSAGE = 4000
 _SPOILT_OF = 40
 """One of so many packets is corrupted: about as many as a rank sends in a step."""
 
 
 @dataclass(frozen=True)
-class Orders:
-    """What the supervisor wants a rank to do."""
+class RankConfig:
+    """What one rank runs, and where."""
 
     episode: Episode
     rank: int
@@ -45,50 +43,23 @@ class Orders:
     interface: str
     timeout: float
     folder: str
-    """Of this incarnation: rendezvous, logs, stacks."""
+    """Of this attempt: rendezvous, logs, stacks."""
     checkpoints: str
-
-    def to_json(self) -> str:
-        """For the way to the rank."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Orders:
-        """At the end of it."""
-        fields = json.loads(text)
-        return cls(**{**fields, "episode": Episode(**fields["episode"])})
 
     @property
     def log(self) -> str:
-        """Where its output goes."""
+        """The file for its output."""
         return os.path.join(self.folder, f"rank-{self.rank}.log")
 
     @property
     def stacks(self) -> str:
-        """Where it writes the stacks of its threads when it gets SIGUSR1."""
+        """The file to which it writes the stacks of its threads when it gets SIGUSR1."""
         return os.path.join(self.folder, f"rank-{self.rank}.stacks")
 
 
-class Line:
-    """The rank's end of its line. Whatever is told arrives whole, or not at all."""
-
-    def __init__(self, line: socket.socket) -> None:
-        self._line = line
-
-    def tell(self, event: str, **details: Any) -> None:
-        """Report to the supervisor."""
-        self._line.send(json.dumps({"event": event, **details}).encode())
-
-    def heard(self) -> str:
-        """What the supervisor has said since; empty for nothing."""
-        try:
-            return self._line.recv(LONGEST_REPORT, socket.MSG_DONTWAIT).decode()
-        except BlockingIOError:
-            return ""
-
-    def await_word(self) -> None:
-        """Wait until the supervisor says anything, or is gone."""
-        self._line.recv(LONGEST_REPORT)
+def report(channel: Connection, event: str, **details: Any) -> None:
+    """Report to the parent."""
+    channel.send((event, details))
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
@@ -99,20 +70,17 @@ def digest(tensors: Iterable[Tensor]) -> str:
     return accumulated.hexdigest()
 
 
-def main(orders: Orders, line: Line) -> None:
+def main(channel: Connection, config: RankConfig) -> None:
     """Train to the end, or raise."""
-    with open(orders.log, "ab") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-    faulthandler.register(signal.SIGUSR1, file=open(orders.stacks, "wb"), all_threads=True)  # noqa: SIM115
+    faulthandler.register(signal.SIGUSR1, file=open(config.stacks, "wb"), all_threads=True)  # noqa: SIM115
     faulthandler.enable()
+    # The parent may run in the background, where shells ignore Ctrl-C for it and its children.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # As many programs do, so that they are taken down in order.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    # Only this thread enters the namespace, and those that it makes.
-    enter_namespace(orders.namespace)
-    episode, rank = orders.episode, orders.rank
+    episode, rank = config.episode, config.rank
     os.environ.update(
-        GLOO_SOCKET_IFNAME=orders.interface,
+        GLOO_SOCKET_IFNAME=config.interface,
         LOCAL_WORLD_SIZE=str(episode.ranks_a_node),
         LOCAL_RANK=str(rank % episode.ranks_a_node),
     )
@@ -122,19 +90,21 @@ def main(orders: Orders, line: Line) -> None:
     try:
         dist.init_process_group(
             "gloo",
-            store=dist.FileStore(os.path.join(orders.folder, "rendezvous"), episode.ranks),
+            store=dist.FileStore(os.path.join(config.folder, "rendezvous"), episode.ranks),
             rank=rank,
             world_size=episode.ranks,
-            timeout=timedelta(seconds=orders.timeout),
+            timeout=timedelta(seconds=config.timeout),
         )
-        line.tell("joined")
-        run = _Run(orders, line)
+        report(channel, "joined")
+        run = _Run(config, channel)
         stage = "training"
         run.train()
-        # Nobody leaves before all have what they need.
-        line.await_word()
+        # No rank leaves before all have their result.
+        with suppress(EOFError):
+            channel.recv()
     except BaseException as error:
-        line.tell(
+        report(
+            channel,
             "raised",
             stage=stage,
             types=[kind.__name__ for kind in type(error).__mro__],
@@ -150,8 +120,8 @@ def main(orders: Orders, line: Line) -> None:
 class _Run:
     """A model and its optimizer, from the last checkpoint to the last step."""
 
-    def __init__(self, orders: Orders, line: Line) -> None:
-        self._orders, self._episode, self._line = orders, orders.episode, line
+    def __init__(self, config: RankConfig, channel: Connection) -> None:
+        self._config, self._episode, self._channel = config, config.episode, channel
         self._net = self._episode.model()
         self._model = DistributedDataParallel(self._net)
         self._optimizer = self._episode.optimizer(self._net)
@@ -159,10 +129,10 @@ class _Run:
         self._poison: tuple[str, float] | None = None
         for name, parameter in self._net.named_parameters():
             parameter.register_hook(self._poisoner(name))
-        restored = checkpoint.load(orders.checkpoints, self._model, self._optimizer)
+        restored = checkpoint.load(config.checkpoints, self._model, self._optimizer)
         self._step = 0 if restored is None else restored.step
         self._skipped = 0 if restored is None else restored.extra["skipped"]
-        line.tell("ready", step=self._step, digest=self.digest())
+        report(channel, "ready", step=self._step, digest=self.digest())
 
     def digest(self) -> str:
         """Of all parameters."""
@@ -170,12 +140,11 @@ class _Run:
 
     def train(self) -> None:
         """Take all steps that are left."""
-        episode, rank = self._episode, self._orders.rank
+        episode, rank = self._episode, self._config.rank
         while self._step < episode.steps:
             step = self._step + 1
-            word = self._line.heard()
-            if word:
-                _corrupt_a_packet(random.Random(word), self._line)
+            if self._channel.poll():
+                _corrupt_a_packet(random.Random(self._channel.recv()), self._channel)
             self._poison = episode.poison(rank, step)
             skipped = self._optimizer.metrics().skipped_steps
             self._model(episode.batch(rank, step)).backward()
@@ -183,13 +152,13 @@ class _Run:
             self._optimizer.zero_grad()
             self._skipped += self._optimizer.metrics().skipped_steps - skipped
             self._step = step
-            self._line.tell("step", step=step, digest=self.digest())
+            report(self._channel, "step", step=step, digest=self.digest())
             if step % episode.save_every == 0:
                 extra = {"skipped": self._skipped}
-                checkpoint.save(self._orders.checkpoints, self._model, self._optimizer, step, extra=extra)
-                self._line.tell("saved", step=step)
+                checkpoint.save(self._config.checkpoints, self._model, self._optimizer, step, extra=extra)
+                report(self._channel, "saved", step=step)
         self._optimizer.synchronize()
-        self._line.tell("done", digest=self.digest(), skipped=self._skipped)
+        report(self._channel, "done", digest=self.digest(), skipped=self._skipped)
 
     def _poisoner(self, name: str) -> Callable[[Tensor], Tensor]:
         def poison(gradient: Tensor) -> Tensor:
@@ -202,8 +171,8 @@ class _Run:
         return poison
 
 
-def _corrupt_a_packet(draw: random.Random, line: Line) -> None:
-    """Let one of the next packets go out with one bit flipped, after its checksum was made, and tell of it."""
+def _corrupt_a_packet(draw: random.Random, channel: Connection) -> None:
+    """Let one of the next packets go out with one bit flipped, after its checksum was made, and report it."""
     # The method of all groups in this process, and as it is in the class: got from it, it would no longer bind.
     bound = vars(dist.ProcessGroup)["send"]
     send = dist.ProcessGroup.send
@@ -218,7 +187,7 @@ def _corrupt_a_packet(draw: random.Random, line: Line) -> None:
         packet = tensors[0].clone()
         octets = packet.view(-1).view(torch.uint8)
         half = octets.numel() // 2
-        line.tell("corrupted", twice=octets[:half].equal(octets[half:]))
+        report(channel, "corrupted", twice=octets[:half].equal(octets[half:]))
         octets[draw.randrange(octets.numel())] ^= 1 << draw.randrange(8)
         return send(group, [packet], *where)
 

@@ -16,8 +16,8 @@ from rich.console import Console
 from thinwire.cli.options import MOST_RANKS, integer, output_file
 from thinwire.cli.selftest import machine, speed
 from thinwire.cli.selftest.laws import LAWS, SECONDS, Law, judge
-from thinwire.cli.selftest.ranks import Outcome, Part, run_parts
-from thinwire.cli.selftest.results import FAILED, NOT_TESTED, PASSED, LawResult, Results
+from thinwire.cli.selftest.ranks import Part, PartOutcome, run_parts
+from thinwire.cli.selftest.results import FAILED, NOT_TESTED, PASSED, LawResult, SelftestResults
 from thinwire.cli.selftest.site import Findings
 
 CPU_RANKS = 4
@@ -32,7 +32,7 @@ class Device(str, Enum):
 
 
 class UnfitMachineError(Exception):
-    """This machine cannot do what was asked for; the message says what would be right."""
+    """This machine cannot do what was asked for; the message suggests an alternative."""
 
 
 def selftest(
@@ -56,15 +56,15 @@ def selftest(
     progress = Console(stderr=True)
     facts = machine.describe(device.value, count)
 
-    def tell(part: str) -> None:
+    def show(part: str) -> None:
         progress.print(f"{part} …", highlight=False)
 
     testable = [law for law in LAWS if count >= law.least_ranks]
     parts = [Part(part_name(law), functools.partial(judge, law), SECONDS) for law in testable]
     parts += [Part(KERNELS, speed.kernels, speed.SECONDS), Part(STEPS, speed.steps, speed.SECONDS)]
-    outcomes = run_parts(device.value, count, parts, quick=quick, tell=tell)
+    outcomes = run_parts(device.value, count, parts, quick=quick, on_begin=show)
     benchmarks = {name: outcomes[name] for name in (KERNELS, STEPS)}
-    results = Results(
+    results = SelftestResults(
         device=device.value,
         ranks=count,
         quick=quick,
@@ -116,7 +116,7 @@ def part_name(law: Law) -> str:
     return f"law {law.number}: {law.title}"
 
 
-def verdicts(laws: Sequence[Law], outcomes: dict[str, Outcome], ranks: int) -> list[LawResult]:
+def verdicts(laws: Sequence[Law], outcomes: dict[str, PartOutcome], ranks: int) -> list[LawResult]:
     """One for each law, whatever came of it."""
     found = []
     for law in laws:

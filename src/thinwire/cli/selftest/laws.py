@@ -61,7 +61,7 @@ def judge(law: Law, site: Site) -> Findings:
 
 
 def _told(of_ranks: list[list[str]]) -> list[str]:
-    """Everything that any rank says, once, and who says it."""
+    """Each text of any rank once, with the ranks that reported it."""
     tellers: dict[str, list[int]] = {}
     for rank, said in enumerate(of_ranks):
         for text in said:
@@ -168,7 +168,7 @@ _OVERHEAD = 1.02
 
 
 def _bytes_are_what_codecs_say(site: Site, findings: Findings) -> None:
-    """Two bits a parameter, or what an optimizer says; and as many as torch.distributed is given to send."""
+    """Two bits per parameter, or what an optimizer says; and as many as torch.distributed is given to send."""
     share = (site.ranks - 1) / site.ranks * _ELEMENTS / 8
     signs = {"betas": (0.5, 0.5), "warmup_steps": 2}
     cases: list[tuple[Subject, float]] = [
@@ -197,7 +197,7 @@ def _bytes_are_what_codecs_say(site: Site, findings: Findings) -> None:
         ratio = sent / _COUNTED / theory
         findings.expect(
             1 <= ratio <= _OVERHEAD,
-            f"{subject.label}: {sent / _COUNTED:,.0f} bytes a step are {ratio:.4f} times what its bits take",
+            f"{subject.label}: {sent / _COUNTED:,.0f} bytes per step are {ratio:.4f} times what its bits take",
         )
         findings.expect(
             sent == counter.bytes, f"{subject.label}: it says {sent:,} bytes, but torch was given {counter.bytes:,}"

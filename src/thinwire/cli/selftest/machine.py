@@ -1,4 +1,4 @@
-"""What a report must say of the machine for anybody else to make sense of it."""
+"""The description of the machine in a report."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Birder:
         self._step = 0
 
     def step(self, gradients: Tensor) -> None:
-        """By everybody's gradients, a row a worker."""
+        """Take a step with the gradients of all workers, one row per worker."""
         self._step += 1
         workers = gradients.shape[0]
         self._m = self._beta * self._m + (1 - self._beta) * gradients.double()
@@ -122,7 +122,7 @@ class OneBitAdam:
         self._step = 0
 
     def step(self, gradients: Tensor) -> None:
-        """By everybody's gradients, a row a worker."""
+        """Take a step with the gradients of all workers, one row per worker."""
         self._step += 1
         beta1, beta2 = self._betas
         g = gradients.double()

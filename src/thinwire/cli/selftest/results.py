@@ -40,7 +40,7 @@ class _Section:
 
 
 @dataclass(frozen=True)
-class Results:
+class SelftestResults:
     """All that the test has found."""
 
     device: str
@@ -99,7 +99,7 @@ class Results:
         if self.steps:
             sections.append(
                 _Section(
-                    f"Training steps a second, a transformer of {self.steps[0].parameters / 1e6:.2g} M parameters",
+                    f"Training steps per second, a transformer of {self.steps[0].parameters / 1e6:.2g} M parameters",
                     ("optimizer", "steps/s", "DDP + AdamW", "ratio"),
                     [
                         [s.label, f"{s.per_second:.2f}", f"{s.adamw_per_second:.2f}", f"{s.ratio:.2f}"]

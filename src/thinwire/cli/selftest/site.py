@@ -24,7 +24,7 @@ class Site:
 
     device: torch.device
     group: dist.ProcessGroup
-    """Of all ranks, by the backend that is tested. What ranks tell each other about it goes over gloo."""
+    """Of all ranks, by the backend that is tested. Ranks exchange their findings over gloo."""
     quick: bool = False
 
     @classmethod
@@ -51,7 +51,7 @@ class Site:
         return dist.get_world_size()
 
     def gather(self, value: Any) -> list[Any]:
-        """Everybody's value, in the order of ranks."""
+        """The value of every rank, in rank order."""
         values: list[Any] = [None] * self.ranks
         dist.all_gather_object(values, value)
         return values
@@ -65,7 +65,7 @@ class Site:
         return table.on_device(status, Gate(torch.ones(1, dtype=torch.int32, device=self.device)))
 
     def finish(self) -> None:
-        """Wait until the device has done what it was told."""
+        """Wait until the device has completed its work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 

@@ -25,7 +25,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from thinwire.cli.step import words
 from thinwire.cli.step.methods import bucket_size, method_named
-from thinwire.cli.step.results import BASELINE, LIMIT, Results, Row
+from thinwire.cli.step.results import BASELINE, LIMIT, StepResult, StepResults
 
 # The page replaces these by colours of its own, one for light and one for dark: so each means one thing only.
 COLOURS = {
@@ -42,7 +42,7 @@ COLOURS = {
     "rest": "#a58fc2",
 }
 PARTS = {"compute": "compute", "optimizer": "optimizer", "exposed_wait": "wait", "rest": "rest"}
-"""Of a step, as `Row` calls them, and their colours."""
+"""Of a step, as `StepResult` calls them, and their colours."""
 # matplotlib escapes < and > in texts and attributes.
 _TAG = re.compile(r"<[^>]*>")
 PANEL_INCHES = 4.7
@@ -83,7 +83,7 @@ class Section:
     legend: bool = False
 
 
-def sections(results: Results, model: str) -> list[Section]:
+def sections(results: StepResults, model: str) -> list[Section]:
     """All that there is to show of a model; sections without figures are left out."""
     rows = [row for row in results.rows() if row.model == model]
     compared = [row for row in rows if bucket_size(row.method) is None]
@@ -101,7 +101,7 @@ def sections(results: Results, model: str) -> list[Section]:
     ]
 
 
-def _by_rate(rows: Sequence[Row], rates: Sequence[str]) -> Iterator[tuple[str, dict[str, Row]]]:
+def _by_rate(rows: Sequence[StepResult], rates: Sequence[str]) -> Iterator[tuple[str, dict[str, StepResult]]]:
     for rate in rates:
         own = {row.method: row for row in rows if row.rate == rate}
         if own:
@@ -115,7 +115,7 @@ def _height(methods: Sequence[str]) -> float:
 # Speed-up by bandwidth ------------------------------------------------------------------------------------------------
 
 
-def _speed_section(rows: Sequence[Row], methods: Sequence[str], rates: Sequence[str]) -> Section:
+def _speed_section(rows: Sequence[StepResult], methods: Sequence[str], rates: Sequence[str]) -> Section:
     panels = [
         Panel(words.rate(rate), _height(methods), _draw_speed(own, methods))
         for rate, own in _by_rate(rows, rates)
@@ -129,7 +129,7 @@ def _speed_section(rows: Sequence[Row], methods: Sequence[str], rates: Sequence[
     )
 
 
-def _draw_speed(own: dict[str, Row], methods: Sequence[str]) -> Callable[[Axes], None]:
+def _draw_speed(own: dict[str, StepResult], methods: Sequence[str]) -> Callable[[Axes], None]:
     def draw(axes: Axes) -> None:
         speeds = {method: row.speed_up or 0.0 for method, row in own.items()}
         widest = max(speeds.values())
@@ -150,7 +150,7 @@ def _draw_speed(own: dict[str, Row], methods: Sequence[str]) -> Callable[[Axes],
 # Where the time goes --------------------------------------------------------------------------------------------------
 
 
-def _time_section(rows: Sequence[Row], methods: Sequence[str], rates: Sequence[str]) -> Section:
+def _time_section(rows: Sequence[StepResult], methods: Sequence[str], rates: Sequence[str]) -> Section:
     panels = [
         Panel(words.rate(rate), _height(methods) + 0.25, _draw_time(own, methods))
         for rate, own in _by_rate(rows, rates)
@@ -164,7 +164,7 @@ def _time_section(rows: Sequence[Row], methods: Sequence[str], rates: Sequence[s
     )
 
 
-def _draw_time(own: dict[str, Row], methods: Sequence[str]) -> Callable[[Axes], None]:
+def _draw_time(own: dict[str, StepResult], methods: Sequence[str]) -> Callable[[Axes], None]:
     def draw(axes: Axes) -> None:
         longest = max(sum(getattr(row, part) for part in PARTS) for row in own.values())
         scale, unit = (1.0, "s") if longest >= 2 else (1e3, "ms")
@@ -188,7 +188,7 @@ def _draw_time(own: dict[str, Row], methods: Sequence[str]) -> Callable[[Axes], 
 # What is sent ---------------------------------------------------------------------------------------------------------
 
 
-def _bytes_section(rows: Sequence[Row], methods: Sequence[str]) -> Section:
+def _bytes_section(rows: Sequence[StepResult], methods: Sequence[str]) -> Section:
     panels = [Panel("All rates", _height(methods), _draw_bytes(rows, methods))] if rows else []
     return Section(
         "What leaves a host",
@@ -198,7 +198,7 @@ def _bytes_section(rows: Sequence[Row], methods: Sequence[str]) -> Section:
     )
 
 
-def _draw_bytes(rows: Sequence[Row], methods: Sequence[str]) -> Callable[[Axes], None]:
+def _draw_bytes(rows: Sequence[StepResult], methods: Sequence[str]) -> Callable[[Axes], None]:
     def draw(axes: Axes) -> None:
         sent = {
             method: statistics.median(row.bytes_sent for row in rows if row.method == method)
@@ -228,7 +228,7 @@ def _draw_bytes(rows: Sequence[Row], methods: Sequence[str]) -> Callable[[Axes],
 # Bucket sizes ---------------------------------------------------------------------------------------------------------
 
 
-def _sweep_section(rows: Sequence[Row], rates: Sequence[str]) -> Section:
+def _sweep_section(rows: Sequence[StepResult], rates: Sequence[str]) -> Section:
     panels = [
         Panel(words.rate(rate), 2.6, _draw_sweep(own))
         for rate, own in _by_rate(rows, rates)
@@ -242,7 +242,7 @@ def _sweep_section(rows: Sequence[Row], rates: Sequence[str]) -> Section:
     )
 
 
-def _draw_sweep(own: dict[str, Row]) -> Callable[[Axes], None]:
+def _draw_sweep(own: dict[str, StepResult]) -> Callable[[Axes], None]:
     def draw(axes: Axes) -> None:
         swept = sorted((size, row) for method, row in own.items() if (size := bucket_size(method)) is not None)
         sizes = [size for size, _ in swept]
@@ -371,7 +371,7 @@ def _styled(**more: Any) -> Iterator[None]:
         yield
 
 
-def write_png(path: Path, results: Results) -> None:
+def write_png(path: Path, results: StepResults) -> None:
     """All panels of all models in one picture."""
     drawn = [(model, section) for model in results.plan.models for section in sections(results, model)]
     widest = max(len(section.panels) for _, section in drawn)

@@ -12,10 +12,10 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from thinwire.cli.step import conductor, words
+from thinwire.cli.step import run, words
 from thinwire.cli.step.methods import CANNOT_RUN, LARGEST_BUCKET_MB, METHODS, SMALLEST_BUCKET_MB, with_buckets
 from thinwire.cli.step.models import MODELS
-from thinwire.cli.step.results import Plan, Results, describe_machine
+from thinwire.cli.step.results import StepPlan, StepResults, describe_machine
 from thinwire.cli.step.tables import print_results
 from thinwire.testbed import Testbed, TestbedUnavailable, parse_rate
 
@@ -24,14 +24,14 @@ ALL_METHODS = (*METHODS, *CANNOT_RUN)
 
 def plan(
     hosts: int, ranks: int, rates: str, models: str, methods: str, buckets: str, rounds: int, seconds: float
-) -> Plan:
+) -> StepPlan:
     """What the options ask for; lists are separated by commas.
 
     Raises:
-        typer.BadParameter: for a name or number that nobody knows.
+        typer.BadParameter: for an unknown name or number.
     """
     swept = tuple(with_buckets(size) for size in _bucket_sizes(buckets))
-    return Plan(
+    return StepPlan(
         hosts=hosts,
         ranks=ranks,
         rates=_rates(rates),
@@ -80,7 +80,7 @@ def _bucket_sizes(text: str) -> tuple[float, ...]:
     return tuple(sizes)
 
 
-def measure(plan: Plan, errors: Console) -> Results:
+def measure(plan: StepPlan, errors: Console) -> StepResults:
     """Run the plan on a testbed of its own, with a bar on a terminal.
 
     Raises:
@@ -102,33 +102,33 @@ def measure(plan: Plan, errors: Console) -> Results:
     ) as progress:
         bar = progress.add_task("starting the ranks", total=None)
 
-        def show(at: conductor.Progress) -> None:
+        def show(at: run.BenchProgress) -> None:
             description = f"{at.model}, {words.rate(at.rate)}, {at.method}"
             progress.update(bar, description=description, total=at.of, completed=at.turn - 1, refresh=True)
 
         try:
             with testbed:
-                conducted = conductor.Conductor(testbed, plan, show)
+                conducted = run.BenchRun(testbed, plan, show)
                 conducted.run()
-        except (TestbedUnavailable, conductor.StartError) as error:
+        except (TestbedUnavailable, run.StartError) as error:
             typer.echo(f"thinwire bench step: {error}", err=True)
             raise typer.Exit(2 if isinstance(error, TestbedUnavailable) else 1) from None
-    return Results(shlex.join(["thinwire", *sys.argv[1:]]), machine, plan, conducted.turns, conducted.unmeasured)
+    return StepResults(shlex.join(["thinwire", *sys.argv[1:]]), machine, plan, conducted.turns, conducted.unmeasured)
 
 
-def read(path: Path) -> Results:
+def read(path: Path) -> StepResults:
     """The results of an earlier run.
 
     Raises:
         typer.BadParameter: for a file that is none; the message names it, and the field that is wrong.
     """
     try:
-        return Results.from_json(path.read_text(encoding="utf-8"))
+        return StepResults.from_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise typer.BadParameter(f"{str(path)!r}: {error}", param_hint="--from-json") from None
 
 
-def report(results: Results, console: Console, *, json: Path | None, html: Path | None, png: Path | None) -> None:
+def report(results: StepResults, console: Console, *, json: Path | None, html: Path | None, png: Path | None) -> None:
     """Print the tables, and write what was asked for.
 
     Raises:

@@ -217,7 +217,7 @@ def _thinwire(
 
 
 def _needs_several_ranks_a_host(cluster: Cluster) -> str | None:
-    return "one rank a host: the same as flat" if cluster.ranks == 1 else None
+    return "one rank per host: the same as flat" if cluster.ranks == 1 else None
 
 
 def _no_onebit_adam() -> str:

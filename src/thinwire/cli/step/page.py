@@ -9,7 +9,7 @@ from itertools import groupby
 from thinwire.cli.step import charts, words
 from thinwire.cli.step.methods import is_method, method_named
 from thinwire.cli.step.models import MODELS, parameter_count
-from thinwire.cli.step.results import BASELINE, LIMIT, Results, Row
+from thinwire.cli.step.results import BASELINE, LIMIT, StepResult, StepResults
 from thinwire.cli.step.tables import HEADINGS, cells
 from thinwire.cli.step.worker import COMPUTE_PROBES, FEWEST_STEPS, WARM_UP_STEPS
 
@@ -72,7 +72,7 @@ def _cell(value: str) -> str:
     return value if isinstance(value, _Html) else _text(value)
 
 
-def render(results: Results) -> str:
+def render(results: StepResults) -> str:
     """The whole page."""
     plan = results.plan
     rows = results.rows()
@@ -101,7 +101,7 @@ def _variables(colours: dict[str, str]) -> str:
     return " ".join(f"--{role}: {colour};" for role, colour in colours.items())
 
 
-def _cards(rows: Sequence[Row]) -> str:
+def _cards(rows: Sequence[StepResult]) -> str:
     """The answer in a few numbers: Birder at each rate, of the first model."""
     cards = [
         f'<div class="card">{_text(row.model)}, {_text(words.rate(row.rate))}<b>{words.ratio(row.speed_up)}</b>'
@@ -113,7 +113,7 @@ def _cards(rows: Sequence[Row]) -> str:
     return f'<div class="cards">{"".join(cards)}</div>' if cards else ""
 
 
-def _model(results: Results, rows: Sequence[Row], model: str) -> str:
+def _model(results: StepResults, rows: Sequence[StepResult], model: str) -> str:
     workload = MODELS[model]
     size = parameter_count(model)
     parts = [f"<h2>{_text(model)}</h2>", f"<p>{_text(workload.description)} a rank; {size:,} parameters.</p>"]
@@ -161,7 +161,7 @@ def _table(
     return f'<div class="wide"><table{kind}>{title}<thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>'
 
 
-def _how(results: Results) -> str:
+def _how(results: StepResults) -> str:
     plan = results.plan
     methods = _table(
         ("method", "what it is"),

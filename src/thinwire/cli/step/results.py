@@ -1,6 +1,6 @@
 """What was measured, what follows from it, and both as JSON.
 
-`Results` holds what the ranks reported, turn by turn. Everything that a reader sees (`rows`) is computed
+`StepResults` holds what the ranks reported, turn by turn. Everything that a reader sees (`rows`) is computed
 from it, so that a report can be made again from the file.
 """
 
@@ -30,7 +30,7 @@ FORMAT = 1
 
 
 @dataclass(frozen=True)
-class Plan:
+class StepPlan:
     """What to measure."""
 
     hosts: int
@@ -49,8 +49,8 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Turn:
-    """What a method did in one turn: seconds a step (`compute`: a probe), means over ranks."""
+class Measurement:
+    """What a method did in one turn: seconds per step (`compute`: per probe), means over ranks."""
 
     model: str
     method: str
@@ -58,12 +58,12 @@ class Turn:
     step: list[float]
     optimizer: list[float]
     exposed_wait: list[float]
-    """Empty where a method does not tell."""
+    """Empty where a method does not report it."""
     compute: list[float]
     bytes_sent: list[float]
-    """By each host, a step."""
+    """By each host, per step."""
     thinwire: dict[str, float]
-    """Counters of thinwire's optimizers, means a step."""
+    """Counters of thinwire's optimizers, means per step."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,8 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Row:
-    """A method at a rate, over all rounds. Times in seconds a step, bytes a step and host."""
+class StepResult:
+    """A method at a rate, over all rounds. Times in seconds per step, bytes per step and host."""
 
     model: str
     method: str
@@ -116,9 +116,9 @@ class Row:
     bytes_sent: float
     bytes_theory: float
     speed_up: float | None
-    """Steps a second, relative to `BASELINE`."""
+    """Steps per second, relative to `BASELINE`."""
     to_limit: float | None
-    """Time a step, relative to `LIMIT`."""
+    """Time per step, relative to `LIMIT`."""
     bound: float
     """max(compute, bytes_theory at the rate), in seconds: no method that sends so much can be faster."""
     to_bound: float
@@ -144,7 +144,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def _cycle_means(values: Sequence[float], cycle: int) -> list[float]:
-    """A value a step as one a cycle, so that rare steps that cost more have their share in what is typical."""
+    """One value per cycle from one per step, so that rare steps that cost more have their share in what is typical."""
     return [statistics.fmean(values[first : first + cycle]) for first in range(0, len(values), cycle)]
 
 
@@ -153,19 +153,19 @@ def _lines(path: Path) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Results:
+class StepResults:
     """Everything about one run."""
 
     command: str
     machine: dict[str, Any]
-    plan: Plan
-    turns: list[Turn] = field(default_factory=list)
+    plan: StepPlan
+    turns: list[Measurement] = field(default_factory=list)
     unmeasured: list[Unmeasured] = field(default_factory=list)
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[StepResult]:
         """What was measured, model by model, rate by rate, in the order of the plan, without methods that failed."""
         left_out = {(gone.model, gone.method) for gone in self.unmeasured}
-        rows: list[Row] = []
+        rows: list[StepResult] = []
         for model in self.plan.models:
             for rate in self.plan.rates:
                 turns = {
@@ -180,7 +180,7 @@ class Results:
                     rows += self._rows(measured)
         return rows
 
-    def _rows(self, turns: dict[str, list[Turn]]) -> Iterable[Row]:
+    def _rows(self, turns: dict[str, list[Measurement]]) -> Iterable[StepResult]:
         """Of one model at one rate."""
         # Forward and backward are the same work for all, so a difference between their probes is noise.
         compute = statistics.median(probe for own in turns.values() for turn in own for probe in turn.compute)
@@ -193,13 +193,13 @@ class Results:
             first, step, cycle = own[0], steps[method], cycles[method]
             optimizer = statistics.median(s for turn in own for s in _cycle_means(turn.optimizer, cycle))
             waits = [s for turn in own for s in _cycle_means(turn.exposed_wait, cycle)]
-            # A difference of medians: what comes out below zero is zero as far as this run can tell.
+            # A difference of medians: a value below zero is zero within the noise of this run.
             beyond = max(0.0, step.median - compute - optimizer)
             theory = method_named(method).theory(self.plan.cluster, parameter_shapes(first.model))
             wait = statistics.median(waits) if waits else beyond if theory > 0 else 0.0
             bits_per_second = parse_rate(first.rate)
             bound = max(compute, 8 * theory / bits_per_second if bits_per_second else 0.0)
-            yield Row(
+            yield StepResult(
                 model=first.model,
                 method=method,
                 rate=first.rate,
@@ -224,8 +224,8 @@ class Results:
         return json.dumps({"benchmark": "step", "format": FORMAT, "rows": rows, **asdict(self)}, indent=1) + "\n"
 
     @classmethod
-    def from_json(cls, text: str) -> Results:
-        """Read what `to_json` wrote; what follows from the measurements is computed anew.
+    def from_json(cls, text: str) -> StepResults:
+        """Read what `to_json` wrote; what follows from the measurements is computed again.
 
         Raises:
             ValueError: for anything else; the message names the field.
@@ -263,7 +263,7 @@ _MOST_BYTES = 1e18
 _MOST, _MOST_NAMES = 1_000_000, 200
 
 
-def _read_plan(field: Field) -> Plan:
+def _read_plan(field: Field) -> StepPlan:
     found = field.members(("hosts", "ranks", "rates", "models", "methods", "rounds", "seconds"))
     names = {}
     for listed in ("rates", "models", "methods"):
@@ -278,7 +278,7 @@ def _read_plan(field: Field) -> Plan:
             raise ValueError(f"{item.path}: {error}") from None
     for item in found["models"].items(1, _MOST_NAMES):
         item.one_of(MODELS)
-    return Plan(
+    return StepPlan(
         hosts=found["hosts"].integer(1, _MOST),
         ranks=found["ranks"].integer(1, _MOST),
         **names,
@@ -287,14 +287,14 @@ def _read_plan(field: Field) -> Plan:
     )
 
 
-def _read_turn(field: Field, plan: Plan) -> Turn:
+def _read_turn(field: Field, plan: StepPlan) -> Measurement:
     lists = ("step", "optimizer", "exposed_wait", "compute", "bytes_sent")
     found = field.members(("model", "method", "rate", *lists, "thinwire"))
 
     def numbers(name: str, least: float, most: float, fewest: int = 1) -> list[float]:
         return [item.number(least, most) for item in found[name].items(fewest, _MOST)]
 
-    return Turn(
+    return Measurement(
         model=found["model"].one_of(plan.models),
         method=found["method"].one_of([name for name in plan.methods if is_method(name)]),
         rate=found["rate"].one_of(plan.rates),
@@ -308,7 +308,7 @@ def _read_turn(field: Field, plan: Plan) -> Turn:
     )
 
 
-def _read_unmeasured(field: Field, plan: Plan) -> Unmeasured:
+def _read_unmeasured(field: Field, plan: StepPlan) -> Unmeasured:
     found = field.members(("model", "method", "outcome", "reason"), optional=("details",))
     return Unmeasured(
         model=found["model"].one_of(plan.models),

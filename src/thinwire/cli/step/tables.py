@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from thinwire.cli.step import words
-from thinwire.cli.step.results import BASELINE, LIMIT, Results, Row
+from thinwire.cli.step.results import BASELINE, LIMIT, StepResult, StepResults
 
 HEADINGS = (
     *("method", "step", "quartiles", "optimizer", "exposed wait", "rest", "sent a host", "in theory"),
@@ -23,7 +23,7 @@ ESSENTIAL = tuple(heading for heading in HEADINGS if heading not in ("quartiles"
 COLUMNS_FOR_ALL = 124
 
 
-def cells(row: Row) -> tuple[str, ...]:
+def cells(row: StepResult) -> tuple[str, ...]:
     """A row under `HEADINGS`."""
     return (
         row.method,
@@ -40,7 +40,7 @@ def cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def print_results(console: Console, results: Results) -> None:
+def print_results(console: Console, results: StepResults) -> None:
     """A table per model and rate, then what was not measured, and why."""
     plan = results.plan
     where = f"{plan.hosts} hosts × {plan.ranks} {'rank' if plan.ranks == 1 else 'ranks'}"

@@ -1,20 +1,18 @@
-"""A rank of the benchmark: `python -m thinwire.cli.step.worker` in torchrun's environment, led through its stdin.
+"""One rank of `thinwire bench step`, in torchrun's environment. It carries out the commands of the parent.
 
-A command is a line of JSON, and so is an answer on stdout; whatever else is printed goes to stderr. Every turn has a
-process group, a model and an optimizer of its own, so that none inherits connections, threads or memory of another.
+Every turn has its own process group, model and optimizer: none inherits connections, threads or memory of another.
 """
 
 from __future__ import annotations
 
 import gc
-import json
 import os
-import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -33,13 +31,14 @@ WARM_UP_STEPS = 4
 COMPUTE_PROBES = 4
 FEWEST_STEPS, MOST_STEPS = 2, 400
 SECONDS_BETWEEN_SIGNS_OF_LIFE = 1.0
-# Who is silent for too long is noticed by the parent, which knows how slow the links are.
+ALIVE = "alive"
+# The parent notices a rank that is silent for too long: it knows how slow the links are.
 GLOO_TIMEOUT = timedelta(hours=1)
 
 
 @dataclass
 class Record:
-    """What one rank saw, in seconds: lists have a value a step."""
+    """What one rank measured, in seconds: lists have one value per step."""
 
     step: list[float] = field(default_factory=list)
     optimizer: list[float] = field(default_factory=list)
@@ -47,12 +46,12 @@ class Record:
     exposed_wait: list[float] = field(default_factory=list)
     """As thinwire's optimizers report it; empty for others."""
     compute: list[float] = field(default_factory=list)
-    """Forward and backward while nobody sends, a value a probe."""
+    """Forward and backward while no rank sends, one value per probe."""
     thinwire: dict[str, float] = field(default_factory=dict)
-    """Means a step of the other counters of thinwire's optimizers."""
+    """Means per step of the other counters of thinwire's optimizers."""
 
 
-class Turn:
+class MethodRun:
     """One method on one model, in the phases through which the parent leads all ranks."""
 
     def __init__(self, model: str, method: str, show_life: Callable[[], None]) -> None:
@@ -143,45 +142,38 @@ def _means(before: Metrics, after: Metrics, steps: int) -> dict[str, float]:
 
 
 class _Rank:
-    """Hears the commands, and answers."""
+    """Carries out the commands of the parent."""
 
-    def __init__(self) -> None:
-        # Libraries may print; gloo does. Answers get a pipe of their own, and file descriptor 1 becomes stderr.
-        self._answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-        os.dup2(2, 1)
-        self.rank, self._world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    def __init__(self, channel: Connection) -> None:
+        self._channel = channel
+        self._rank, self._world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self._store = dist.TCPStore(
             os.environ["MASTER_ADDR"],
             int(os.environ["MASTER_PORT"]),
             self._world,
-            is_master=self.rank == 0,
+            is_master=self._rank == 0,
             timeout=GLOO_TIMEOUT,
         )
-        self._turn: Turn | None = None
+        self._turn: MethodRun | None = None
         self._turns = 0
         self._last_sign = 0.0
 
-    def answer(self, event: str, **details: Any) -> None:
-        """Tell the parent."""
-        print(json.dumps({"event": event, **details}), file=self._answers, flush=True)
-
-    def obey(self, command: dict[str, Any]) -> None:
-        """Do as told and say that it is done."""
-        result: dict[str, Any] = {}
-        match command.pop("do"):
+    def run(self, verb: str, arguments: dict[str, Any]) -> Record | None:
+        """Carry out one command."""
+        match verb:
             case "prepare":
                 self._turns += 1
                 store = dist.PrefixStore(f"turn {self._turns}", self._store)
                 dist.init_process_group(
-                    "gloo", store=store, rank=self.rank, world_size=self._world, timeout=GLOO_TIMEOUT
+                    "gloo", store=store, rank=self._rank, world_size=self._world, timeout=GLOO_TIMEOUT
                 )
-                self._turn = Turn(**command, show_life=self._show_life)
+                self._turn = MethodRun(**arguments, show_life=self._show_life)
             case "warm up":
-                self._of_turn().warm_up()
+                self._current().warm_up()
             case "settle":
-                self._of_turn().settle(**command)
+                self._current().settle(**arguments)
             case "measure":
-                result = asdict(self._of_turn().measure())
+                return self._current().measure()
             case "end":
                 # In this order: a DDP model that is the last to hold a gloo group takes it down while it holds the GIL,
                 # for which one of the group's threads may wait (torch 2.13).
@@ -190,40 +182,34 @@ class _Rank:
                 dist.destroy_process_group()
             case unknown:
                 raise ValueError(f"unknown command {unknown!r}")
-        self.answer("done", **result)
+        return None
 
-    def _of_turn(self) -> Turn:
+    def _current(self) -> MethodRun:
         if self._turn is None:
-            raise RuntimeError("there is no turn: the first command is 'prepare'")
+            raise RuntimeError("nothing is prepared: the first command is 'prepare'")
         return self._turn
 
     def _show_life(self) -> None:
-        # Now and then only, and from one rank: the parent, who wakes up for it, needs one of our cores.
+        # Once per second, and from one rank: the parent wakes up for it, and needs a core that the ranks use.
         now = time.monotonic()
-        if self.rank == 0 and now - self._last_sign > SECONDS_BETWEEN_SIGNS_OF_LIFE:
+        if self._rank == 0 and now - self._last_sign > SECONDS_BETWEEN_SIGNS_OF_LIFE:
             self._last_sign = now
-            self.answer("alive")
+            self._channel.send(ALIVE)
 
 
-def main() -> None:
-    """Obey until stdin ends."""
+def run_rank(channel: Connection) -> None:
+    """Carry out commands until the parent closes the channel."""
     torch.set_num_threads(1)
-    rank = _Rank()
-    try:
-        rank.answer("done")
-        for line in sys.stdin:
-            rank.obey(json.loads(line))
-    except Exception as error:
-        first_line = (str(error).strip().splitlines() or [""])[0]
-        rank.answer("error", at=time.monotonic(), reason=f"{type(error).__name__}: {first_line}")
-        traceback.print_exc()
-        # Peers that wait for this rank go on waiting, instead of failing too and hiding who was first.
-        sys.stdin.read()
-    # gloo's threads give tensors back to Python some time after a collective is complete, and one that does so while
-    # the interpreter exits takes the process down with SIGABRT (torch 2.13). All there was to say is said and flushed.
-    sys.stderr.flush()
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main()
+    rank = _Rank(channel)
+    channel.send(None)
+    while True:
+        try:
+            verb, arguments = channel.recv()
+        except EOFError:
+            return
+        try:
+            channel.send(rank.run(verb, arguments))
+        except Exception:
+            # For the report, which has the output of all ranks.
+            traceback.print_exc()
+            raise

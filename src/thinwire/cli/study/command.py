@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import sys
 from collections import deque
 from dataclasses import dataclass, replace
-from multiprocessing import connection
-from multiprocessing.context import SpawnProcess
+from multiprocessing.connection import Connection
 from pathlib import Path
-from queue import Empty
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from thinwire.cli.launch import WorkerError, children_ignore_interrupts, end_processes
 from thinwire.cli.options import MOST_RANKS, check_folder, integer
 from thinwire.cli.study import report
 from thinwire.cli.study.images import FASHION_MNIST
@@ -28,41 +24,39 @@ from thinwire.cli.study.runs import Result, Run, run_really, run_virtually
 from thinwire.cli.study.search import FRESH_SEEDS, search_runs, study
 from thinwire.cli.study.store import Store
 from thinwire.cli.study.tasks import Sources, Task, tasks
-from thinwire.testbed.launcher import die_with
-from thinwire.testbed.signals import signals_deferred
+from thinwire.testbed.supervisor import ChildError, Returned, Supervisor
 
-SECONDS_BETWEEN_LOOKS = 0.2
-STEPS_BETWEEN_NEWS = 20
+STEPS_BETWEEN_REPORTS = 20
 
 
 @dataclass(frozen=True)
-class _News:
-    """What a study in another process has to tell: how far a run is, or that one is over."""
+class _Progress:
+    """How far a search is."""
 
     task: str
     method: str
     steps: int
-    """Of the run under way."""
+    """Of the current run."""
     runs: int
-    """That are over."""
+    """Runs that are complete."""
 
 
 def study_command(
-    output: Annotated[Path, typer.Option(help="Where results are kept, and looked for.")] = Path("thinwire-study"),
+    output: Annotated[Path, typer.Option(help="Folder of the results, to continue from.")] = Path("thinwire-study"),
     task: Annotated[list[str] | None, typer.Option(help="Only this task (again for another).")] = None,
     method: Annotated[list[str] | None, typer.Option(help="Only this optimizer (again for another).")] = None,
     text: Annotated[Path | None, typer.Option(help="UTF-8 file; by default the help texts of Python.")] = None,
     pictures: Annotated[Path, typer.Option(help="Directory of the four IDX files.")] = FASHION_MNIST,
     steps: Annotated[int | None, integer(1, "Of every run; by default what a task needs.")] = None,
-    jobs: Annotated[int, integer(1, "Runs at a time, a core each.", maximum=MOST_RANKS)] = os.cpu_count() or 1,
+    jobs: Annotated[int, integer(1, "Searches at a time, one core each.", maximum=MOST_RANKS)] = os.cpu_count() or 1,
     processes: Annotated[
-        bool, typer.Option(help="A process a worker, DDP and attach instead of virtual workers: the same bits.")
+        bool, typer.Option(help="One process per worker, DDP and attach instead of virtual workers: the same bits.")
     ] = False,
-    only_report: Annotated[bool, typer.Option("--report", help="Run nothing; report what there is.")] = False,
+    only_report: Annotated[bool, typer.Option("--report", help="Run nothing; report the stored results.")] = False,
 ) -> None:
-    """Does it train as well? Every optimizer on three tasks, its settings searched, the best of them on five seeds.
+    """Compare convergence: search the settings of every optimizer on three tasks, and run the best on five seeds.
 
-    Stop it whenever you like: it goes on where it was.
+    You can stop it at any time: the next call continues.
     """
     sources = Sources(text, pictures)
     known = {name: each if steps is None else replace(each, steps=steps) for name, each in tasks(sources).items()}
@@ -79,7 +73,11 @@ def study_command(
             raise typer.BadParameter(str(error)) from error
         for name in chosen:
             check_folder(output / name, "--output", create=True)
-        _run_all(console, output, known, pairs, jobs, processes=processes)
+        try:
+            _run_all(console, output, known, pairs, jobs, processes=processes)
+        except ChildError as error:
+            typer.echo(f"thinwire study: {error}", err=True)
+            raise typer.Exit(1) from None
     report.write(console, output, [known[name] for name in chosen], methods)
 
 
@@ -99,83 +97,55 @@ def _run_all(
     *,
     processes: bool,
 ) -> None:
-    """One process per study, at most ``jobs`` at a time. If one fails, or Ctrl-C arrives, all of them end at once.
+    """One process per search, at most ``jobs`` at a time. If one fails, or Ctrl-C arrives, all of them end at once.
 
-    Not a ProcessPoolExecutor: an interrupt while its processes start leaves it half built, and it raises at exit.
+    Raises:
+        ChildError: when a search fails; the message has its traceback.
     """
-    context = multiprocessing.get_context("spawn")
-    news = context.Queue()
     totals = {(t, m): search_runs(METHODS[m]) + len(FRESH_SEEDS) for t, m in pairs}
     bars: dict[tuple[str, str], TaskID] = {}
     done: dict[tuple[str, str], int] = {}
     waiting = deque(pairs)
-    running: list[SpawnProcess] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
+    with Progress(*columns, console=console) as progress, Supervisor() as searches:
         whole = progress.add_task("runs", total=sum(totals.values()))
-        try:
-            while waiting or running:
-                while waiting and len(running) < jobs:
-                    t, m = waiting.popleft()
-                    arguments = (output, known[t], m, news, os.getpid())
-                    process = context.Process(
-                        target=_study, args=arguments, kwargs={"processes": processes}, name=f"{t}: {m}"
-                    )
-                    with children_ignore_interrupts():
-                        process.start()
-                        running.append(process)
-                connection.wait([process.sentinel for process in running], SECONDS_BETWEEN_LOOKS)
-                for process in [each for each in running if each.exitcode is not None]:
-                    running.remove(process)
-                    if process.exitcode != 0:
-                        raise WorkerError(f"the study {process.name} ended with exit code {process.exitcode}")
-                for told in _all_of(news):
-                    pair = (told.task, told.method)
-                    if pair not in bars:
-                        bars[pair] = progress.add_task(f"{told.task}: {told.method}", total=known[told.task].steps)
-                    done[pair] = told.runs
-                    progress.update(bars[pair], completed=told.steps, visible=told.runs < totals[pair])
-                    progress.update(whole, completed=sum(done.values()))
-        finally:
-            with signals_deferred():
-                end_processes(running)
+        while waiting or not searches.finished:
+            while waiting and len(searches.living) < jobs:
+                t, m = waiting.popleft()
+                searches.start(_search, output, known[t], m, processes, name=f"the search {t}: {m}")
+            for _, news in searches.messages():
+                pair = (news.task, news.method)
+                if pair not in bars:
+                    bars[pair] = progress.add_task(f"{news.task}: {news.method}", total=known[news.task].steps)
+                done[pair] = news.runs
+                progress.update(bars[pair], completed=news.steps, visible=news.runs < totals[pair])
+                progress.update(whole, completed=sum(done.values()))
+            for search in searches.living:
+                if isinstance(search.outcome, Returned):
+                    search.release()
 
 
-def _all_of(news: Any) -> list[_News]:
-    told = []
-    while True:
-        try:
-            told.append(news.get_nowait())
-        except Empty:
-            return told
-
-
-def _study(output: Path, task: Task, method: str, news: Any, parent: int, *, processes: bool) -> None:
-    if sys.platform == "linux":
-        die_with(parent)
+def _search(channel: Connection, output: Path, task: Task, method: str, processes: bool) -> None:
+    """Run in a process of its own, which reports its progress."""
     if processes:
-        # The default ends Python on the spot, and would leave behind what run_really has started.
+        # The default ends Python at once, and would leave behind the ranks that run_really has started.
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    # Runs share the cores; one that spread over all of them would only disturb the others.
+    # Searches share the cores; one that spread over all of them would only slow down the others.
     torch.set_num_threads(1)
-    _search(output, task, method, news, processes=processes)
-
-
-def _search(output: Path, task: Task, method: str, news: Any, *, processes: bool) -> None:
     store = Store(output, task, method, task.data())
     run = run_really if processes else run_virtually
 
     def measure(setting: Setting, seed: int) -> Result:
         result = store.find(setting, seed)
         if result is None:
-            result = run(Run(task, method, setting, seed), tell)
+            result = run(Run(task, method, setting, seed), report)
             store.add(result)
         return result
 
-    def tell(steps: int) -> None:
-        if steps % STEPS_BETWEEN_NEWS == 0:
-            news.put(_News(task.name, method, steps, len(store.results)))
+    def report(steps: int) -> None:
+        if steps % STEPS_BETWEEN_REPORTS == 0:
+            channel.send(_Progress(task.name, method, steps, len(store.results)))
 
     study(task, METHODS[method], measure)
     # There may be fewer: some of the settings that were to be tried again were known.
-    news.put(_News(task.name, method, task.steps, search_runs(METHODS[method]) + len(FRESH_SEEDS)))
+    channel.send(_Progress(task.name, method, task.steps, search_runs(METHODS[method]) + len(FRESH_SEEDS)))

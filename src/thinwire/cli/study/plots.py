@@ -11,8 +11,8 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from thinwire.cli.study.findings import Finding, reference
 from thinwire.cli.study.methods import METHODS
+from thinwire.cli.study.summary import Summary, reference
 from thinwire.cli.study.tasks import WORKERS, PictureTask, Task
 
 _COLOURS = {name: colormaps["tab20"](i) for i, name in enumerate(METHODS)}
@@ -20,20 +20,20 @@ HEADROOM = 1.6
 """How far above the best the worst may be drawn: what is beyond says nothing but that it is beyond."""
 
 
-def plot_task(path: Path, task: Task, found: Sequence[Finding]) -> None:
+def plot_task(path: Path, task: Task, found: Sequence[Summary]) -> None:
     """Write a PNG with two panels, a line a method: means of the seeds, and their spread at the end."""
     figure = Figure(figsize=(13.5, 5), layout="constrained")
     against_steps, against_bytes = figure.subplots(1, 2, sharey=True)
-    for finding in found:
-        if not math.isfinite(finding.mean):
+    for summary in found:
+        if not math.isfinite(summary.mean):
             continue
-        steps, values = zip(*finding.curve(), strict=True)
-        sent = list(accumulate(finding.bytes_by_step()))
-        style = {"color": _COLOURS[finding.method.name], "marker": ".", "label": finding.method.title}
+        steps, values = zip(*summary.curve(), strict=True)
+        sent = list(accumulate(summary.bytes_by_step()))
+        style = {"color": _COLOURS[summary.method.name], "marker": ".", "label": summary.method.title}
         against_steps.plot(steps, values, **style)
-        against_steps.errorbar(task.steps, finding.mean, finding.std, color=style["color"], capsize=3, marker="D")
+        against_steps.errorbar(task.steps, summary.mean, summary.std, color=style["color"], capsize=3, marker="D")
         against_bytes.plot([sent[step - 1] / 1e6 for step in steps], values, **style)
-    drawn = [value for finding in found for value in (finding.mean, *(value for _, value in finding.curve()))]
+    drawn = [value for summary in found for value in (summary.mean, *(value for _, value in summary.curve()))]
     best, worst = min(drawn), min(max(drawn), HEADROOM * min(drawn))
     against_steps.set_ylim(best - 0.05 * (worst - best), worst + 0.02 * (worst - best))
     adamw = reference(found)

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from thinwire.cli.report import byte_count
-from thinwire.cli.study.findings import LINKS, REFERENCE, Finding, compute_seconds, findings, reference
 from thinwire.cli.study.methods import METHODS, Setting
+from thinwire.cli.study.summary import LINKS, REFERENCE, Summary, compute_seconds, reference, summaries
 from thinwire.cli.study.tasks import WORKERS, PictureTask, Task
 
 HEAD = ("optimizer", "lr, β, decay", "end, mean ± std", "against AdamW")
@@ -23,7 +23,7 @@ def write(console: Console, directory: Path, tasks: Sequence[Task], methods: Seq
 
     sections, by_task = [], []
     for task in tasks:
-        found = findings(directory, task, methods)
+        found = summaries(directory, task, methods)
         if found:
             by_task.append(found)
             sections.append(section(task, found))
@@ -36,7 +36,7 @@ def write(console: Console, directory: Path, tasks: Sequence[Task], methods: Seq
     console.print(Markdown(text))
 
 
-def rates(by_task: Sequence[Sequence[Finding]]) -> str:
+def rates(by_task: Sequence[Sequence[Summary]]) -> str:
     """Everybody's learning rates beside AdamW's, task by task: what one who comes from AdamW begins with."""
     compared = [(found[0].task, adamw, found) for found in by_task if (adamw := reference(found)) is not None]
     rows = []
@@ -49,7 +49,7 @@ def rates(by_task: Sequence[Sequence[Finding]]) -> str:
     return _table(("learning rate, AdamW's = 1", *(task.title for task, _, _ in compared)), rows)
 
 
-def section(task: Task, found: Sequence[Finding]) -> str:
+def section(task: Task, found: Sequence[Summary]) -> str:
     """All tables of a task."""
     first = found[0].results[0]
     title = (
@@ -61,28 +61,28 @@ def section(task: Task, found: Sequence[Finding]) -> str:
     return "\n".join((title, _quality(task, found), _speed(found)))
 
 
-def _quality(task: Task, found: Sequence[Finding]) -> str:
+def _quality(task: Task, found: Sequence[Summary]) -> str:
     adamw = reference(found)
     rows = []
-    for finding in found:
-        setting = finding.setting
-        row = [finding.method.title, f"{setting.lr:g}, {_betas(setting)}, {setting.weight_decay:g}"]
-        row.append(shown(task, finding.mean, finding.std))
-        row += ["", "", ""] if adamw is None else _against(finding, adamw)
+    for summary in found:
+        setting = summary.setting
+        row = [summary.method.title, f"{setting.lr:g}, {_betas(setting)}, {setting.weight_decay:g}"]
+        row.append(shown(task, summary.mean, summary.std))
+        row += ["", "", ""] if adamw is None else _against(summary, adamw)
         rows.append(row)
     looked_at = "AdamW" if adamw is None else f"AdamW's at {adamw.curve()[-1][0]}"
     return _table((*HEAD, f"steps to {looked_at}", "sent until then"), rows)
 
 
-def _against(finding: Finding, adamw: Finding) -> list[str]:
-    difference = finding.mean - adamw.mean
-    pictures = isinstance(finding.task, PictureTask)
+def _against(summary: Summary, adamw: Summary) -> list[str]:
+    difference = summary.mean - adamw.mean
+    pictures = isinstance(summary.task, PictureTask)
     percent = f"{-100 * difference:+.2f} points" if pictures else f"{100 * difference / adamw.mean:+.1f} %"
-    against = "" if finding is adamw else f"{percent}, {difference / adamw.std:+.1f} std"
-    steps = finding.steps_to(adamw.curve()[-1][1])
+    against = "" if summary is adamw else f"{percent}, {difference / adamw.std:+.1f} std"
+    steps = summary.steps_to(adamw.curve()[-1][1])
     if steps is None:
         return [against, "not reached", ""]
-    return [against, str(steps), byte_count(sum(finding.bytes_by_step()[:steps]))]
+    return [against, str(steps), byte_count(sum(summary.bytes_by_step()[:steps]))]
 
 
 def shown(task: Task, mean: float, std: float) -> str:
@@ -97,13 +97,13 @@ def _betas(setting: Setting) -> str:
     return listed if len(setting.betas) == 1 else f"({listed})"
 
 
-def _speed(found: Sequence[Finding]) -> str:
+def _speed(found: Sequence[Summary]) -> str:
     compute = compute_seconds(found)
     rows = []
-    for finding in found:
-        sent = sum(finding.bytes_by_step())
-        times = [f"{finding.seconds(rate, compute):.1f} s" for rate in LINKS.values()]
-        rows.append([finding.method.title, byte_count(sent), *times])
+    for summary in found:
+        sent = sum(summary.bytes_by_step())
+        times = [f"{summary.seconds(rate, compute):.1f} s" for rate in LINKS.values()]
+        rows.append([summary.method.title, byte_count(sent), *times])
     head = ("optimizer", "sent by a worker in all", *(f"predicted, {link}" for link in LINKS))
     return _table(head, rows)
 

@@ -106,22 +106,13 @@ def run_virtually(run: Run, tell: Tell = _told_nobody) -> Result:
 
 
 def run_really(run: Run, tell: Tell = _told_nobody) -> Result:
-    """Train with a process a worker, DDP and `attach`."""
-    results: list[Result] = []
-
-    def hear(message: int | Result) -> None:
-        if isinstance(message, Result):
-            results.append(message)
-        else:
-            tell(message)
-
-    launch.run_workers(_train_in_process, WORKERS, (run,), hear)
-    return results[0]
+    """Train with one process per worker, DDP and `attach`."""
+    return launch.run_local_ranks(_train_in_process, WORKERS, (run,), tell)
 
 
-def _train_in_process(report: launch.Report, run: Run) -> None:
+def _train_in_process(report: launch.Report, run: Run) -> Result:
     rank = torch.distributed.get_rank()
-    report(train(rank, WORKERS, run, report, attach=True))
+    return train(rank, WORKERS, run, report, attach=True)
 
 
 def train(worker: int, workers: int, run: Run, tell: Tell, *, attach: bool = False) -> Result:

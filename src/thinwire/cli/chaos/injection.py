@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from thinwire.cli.chaos.ranks import Incarnation, Rank
+from thinwire.cli.chaos.ranks import Attempt, Rank
 from thinwire.cli.chaos.results import CRASH, DIVERGENCE, FALSE_ALARM, HANG, WRONG_ERROR, Fault
 from thinwire.testbed import Testbed
 
@@ -21,11 +21,11 @@ Complain = Callable[[str, Rank | None, str], None]
 
 
 @dataclass
-class Scene:
-    """What a fault needs: the ranks, their network, and somebody to complain to."""
+class Injection:
+    """What a fault needs: the ranks, their network, and where to report violations."""
 
     testbed: Testbed
-    incarnation: Incarnation
+    attempt: Attempt
     random: random.Random
     timeout: float
     fault: Fault
@@ -35,7 +35,7 @@ class Scene:
     @property
     def ranks(self) -> list[Rank]:
         """All of them."""
-        return self.incarnation.ranks
+        return self.attempt.ranks
 
     def choose(self, count: int) -> list[Rank]:
         """Some ranks at random."""
@@ -46,7 +46,7 @@ class Scene:
         return [rank for rank in self.ranks if rank not in victims]
 
     def inflict(self, victims: Sequence[Rank]) -> None:
-        """Note who is about to be hit; from now on time counts."""
+        """Record the victims, and start the clock."""
         self.fault.victims = [rank.number for rank in victims]
         self.fault.step = max(rank.step for rank in self.ranks)
         for rank in self.ranks:
@@ -54,26 +54,26 @@ class Scene:
         self.begin_again()
 
     def begin_again(self) -> None:
-        """From now on time counts anew."""
-        for rank in self.incarnation.living:
+        """Restart the clock."""
+        for rank in self.attempt.living:
             rank.begin_to_count()
         self._since = time.monotonic()
 
     def _in_time(self) -> bool:
         """Whether ranks may still take their time: for as long as is agreed, and as they have waited for a core."""
         late = time.monotonic() - self._since - self.timeout - GRACE_SECONDS
-        return late < 0 or late < max((rank.starved() for rank in self.incarnation.living), default=0.0)
+        return late < 0 or late < max((rank.starved() for rank in self.attempt.living), default=0.0)
 
     def wait(self, seconds: float) -> None:
         """Let time pass, unless something goes wrong."""
         deadline = time.monotonic() + seconds
-        while (left := deadline - time.monotonic()) > 0 and not self.incarnation.failed:
-            self.incarnation.listen(left)
+        while (left := deadline - time.monotonic()) > 0 and not self.attempt.failed:
+            self.attempt.receive(left)
 
     def wait_for_groups(self) -> None:
         """Let ranks find each other. Until they have, torch takes five timeouts to notice that one is missing."""
-        while not all(rank.joined for rank in self.ranks) and not self.incarnation.failed and self._in_time():
-            self.incarnation.listen(_BLINK)
+        while not all(rank.joined for rank in self.ranks) and not self.attempt.failed and self._in_time():
+            self.attempt.receive(_BLINK)
 
     # What must happen ------------------------------------------------------------------------------------------------
 
@@ -83,8 +83,8 @@ class Scene:
 
     def corrupted_by(self, rank: Rank) -> str:
         """What a rank has sent that was changed on its way, as soon as it has; empty if it was too late for that."""
-        while not (rank.corrupted or rank.result or self.incarnation.failed) and self._in_time():
-            self.incarnation.listen(_BLINK)
+        while not (rank.corrupted or rank.result or self.attempt.failed) and self._in_time():
+            self.attempt.receive(_BLINK)
         return rank.corrupted
 
     def expect_corruption(self) -> None:
@@ -92,7 +92,7 @@ class Scene:
 
         In a step that a node takes by itself the packet is the node's alone, and others only lose their peers.
         """
-        episode = self.ranks[0].orders.episode
+        episode = self.ranks[0].config.episode
         size = episode.ranks_a_node if episode.has_local_steps and episode.ranks_a_node > 1 else episode.ranks
         parties = [self.ranks[first : first + size] for first in range(0, episode.ranks, size)]
         self.expect_end(self.ranks, errors=("CorruptPacket", "PeerLost"))
@@ -110,8 +110,8 @@ class Scene:
 
     def expect_end(self, ranks: Sequence[Rank], *, errors: Sequence[str] = (), any_error: bool = False) -> None:
         """These ranks must end by themselves in time, by one of some errors, or because they have finished."""
-        while any(rank.code is None for rank in ranks) and self._in_time():
-            self.incarnation.listen(_BLINK)
+        while any(rank.exit_code is None for rank in ranks) and self._in_time():
+            self.attempt.receive(_BLINK)
             for rank in ranks:
                 if rank.result is not None:
                     rank.dismiss()
@@ -120,19 +120,19 @@ class Scene:
             self._judge(rank, errors, any_error=any_error)
 
     def _judge(self, rank: Rank, errors: Sequence[str], *, any_error: bool) -> None:
-        if rank.code is None:
+        if rank.exit_code is None:
             late = time.monotonic() - self._since
             raised = "nothing" if rank.raised is None else f"{rank.raised.types[0]}: {rank.raised.message}"
             stacks = rank.stacks()
             self.complain(HANG, rank, f"had not ended {late:.1f} s after the fault; raised {raised}\n{stacks}")
             rank.signal(signal.SIGKILL)
-        elif rank.code < 0 and not (rank.code == -signal.SIGINT and "KeyboardInterrupt" in errors):
+        elif rank.exit_code < 0 and not (rank.exit_code == -signal.SIGINT and "KeyboardInterrupt" in errors):
             # (Python sends itself the SIGINT again that it has raised an exception for.)
             raised = "" if rank.raised is None else f" after {rank.raised.types[0]}"
-            self.complain(CRASH, rank, f"ended by {signal.Signals(-rank.code).name}{raised}\n{rank.log()}")
+            self.complain(CRASH, rank, f"ended by {signal.Signals(-rank.exit_code).name}{raised}\n{rank.log()}")
         elif rank.raised is None:
             if rank.result is None:
-                self.complain(WRONG_ERROR, rank, f"ended with code {rank.code}, without a word\n{rank.log()}")
+                self.complain(WRONG_ERROR, rank, f"ended with code {rank.exit_code}, without a word\n{rank.log()}")
         elif not any_error and not set(errors) & set(rank.raised.types):
             wanted = " or ".join(errors)
             text = f"raised {rank.raised.types[0]}, expected {wanted}: {rank.raised.message}"
@@ -142,23 +142,23 @@ class Scene:
         """All ranks must go on, to at least one more step each, in time. If any does not, all have to start again."""
         self.begin_again()
         before = [(rank, rank.steps_taken) for rank in self.ranks]
-        while self._in_time() and not self.incarnation.failed:
+        while self._in_time() and not self.attempt.failed:
             if all(rank.steps_taken > taken or rank.result is not None for rank, taken in before):
                 return True
-            self.incarnation.listen(_BLINK)
+            self.attempt.receive(_BLINK)
         self._give_up()
         return False
 
     def expect_finish(self) -> bool:
         """All ranks must take all steps that are left, and end."""
-        while not self.incarnation.finished:
+        while not self.attempt.finished:
             if not self.expect_progress():
                 return False
         self.begin_again()
         for rank in self.ranks:
             rank.dismiss()
-        while self.incarnation.living and self._in_time():
-            self.incarnation.listen(_BLINK)
+        while self.attempt.living and self._in_time():
+            self.attempt.receive(_BLINK)
         for rank in self.ranks:
             self._judge(rank, (), any_error=False)
         return True
@@ -166,14 +166,14 @@ class Scene:
     def _give_up(self) -> None:
         """Say of all ranks why they do not go on, and have them start again."""
         self.fault.restarted = True
-        # If somebody has failed, the others are about to hear of it.
+        # If a rank has failed, the others are about to notice.
         self.begin_again()
-        while self.incarnation.failed and self.incarnation.living and self._in_time():
-            self.incarnation.listen(_BLINK)
-        failed = [rank for rank in self.ranks if rank.raised is not None or rank.code is not None]
+        while self.attempt.failed and self.attempt.living and self._in_time():
+            self.attempt.receive(_BLINK)
+        failed = [rank for rank in self.ranks if rank.raised is not None or rank.exit_code is not None]
         for rank in failed:
             raised = "" if rank.raised is None else f": {rank.raised.types[0]}: {rank.raised.message}"
-            self.complain(FALSE_ALARM, rank, f"failed with code {rank.code}{raised}\n{rank.log()}")
+            self.complain(FALSE_ALARM, rank, f"failed with code {rank.exit_code}{raised}\n{rank.log()}")
         if not failed:
             for rank in self.ranks:
                 self.complain(HANG, rank, f"made no step in time\n{rank.stacks()}")

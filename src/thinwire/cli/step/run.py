@@ -5,16 +5,16 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from thinwire.cli.step.methods import METHODS, obstacle
 from thinwire.cli.step.models import parameter_shapes
-from thinwire.cli.step.ranks import Ranks, TurnError
-from thinwire.cli.step.results import BASELINE, Plan, Turn, Unmeasured
+from thinwire.cli.step.ranks import MeasurementError, Ranks
+from thinwire.cli.step.results import BASELINE, Measurement, StepPlan, Unmeasured
+from thinwire.cli.step.worker import Record
 from thinwire.testbed import Testbed, parse_rate
 
 # A few interpreters import torch at the same time, on cores that they share.
-SECONDS_TO_START = 120.0
+SECONDS_TO_START = 300.0
 # Ranks show life once a step, and no step sends much more than the baseline's.
 LEAST_PATIENCE, PATIENCE_IN_BASELINE_STEPS = 60.0, 5.0
 
@@ -24,7 +24,7 @@ class StartError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Progress:
+class BenchProgress:
     """The turn that is about to begin, or goes on."""
 
     turn: int
@@ -34,7 +34,7 @@ class Progress:
     method: str
 
 
-class Conductor:
+class BenchRun:
     """Runs a plan on a testbed.
 
     Every method takes a turn in every round, and each round begins with another method, so that a noisy neighbour hits
@@ -42,13 +42,13 @@ class Conductor:
     it warms up without any limit, to save time; and it is measured at the rate again.
     """
 
-    def __init__(self, testbed: Testbed, plan: Plan, on_progress: Callable[[Progress], None]) -> None:
+    def __init__(self, testbed: Testbed, plan: StepPlan, on_progress: Callable[[BenchProgress], None]) -> None:
         self._testbed = testbed
         self._plan = plan
         self._on_progress = on_progress
-        self._progress = Progress(0, 0, "", "", "")
+        self._progress = BenchProgress(0, 0, "", "", "")
         self._ranks: Ranks | None = None
-        self.turns: list[Turn] = []
+        self.turns: list[Measurement] = []
         self.unmeasured: list[Unmeasured] = []
 
     @property
@@ -63,14 +63,11 @@ class Conductor:
         try:
             for number, (model, rate, method) in enumerate(schedule, start=1):
                 if not any((gone.model, gone.method) == (model, method) for gone in self.unmeasured):
-                    self._progress = Progress(number, len(schedule), model, rate, method)
+                    self._progress = BenchProgress(number, len(schedule), model, rate, method)
                     self._on_progress(self._progress)
                     self._take_turn(model, rate, method)
-            if self._ranks is not None:
-                self._ranks.dismiss()
-                self._ranks = None
         finally:
-            self._kill()
+            self._end_ranks()
 
     def _skip_what_makes_no_sense(self) -> None:
         for model in self._plan.models:
@@ -92,26 +89,26 @@ class Conductor:
         ranks = self._ranks or self._started()
         try:
             self.turns.append(self._measured(ranks, model, rate, method))
-        except TurnError as failure:
-            self.unmeasured.append(Unmeasured(model, method, "failed", str(failure), ranks.last_words()))
+        except MeasurementError as failure:
+            self.unmeasured.append(Unmeasured(model, method, "failed", str(failure), ranks.output()))
             # Some of them may wait for the one that failed, and none is in a state to go on from.
-            self._kill()
+            self._end_ranks()
 
-    def _measured(self, ranks: Ranks, model: str, rate: str, method: str) -> Turn:
+    def _measured(self, ranks: Ranks, model: str, rate: str, method: str) -> Measurement:
         patience = self._patience(model, rate)
         self._testbed.set_rate(rate)
-        ranks.tell(patience, do="prepare", model=model, method=method)
+        ranks.command(patience, "prepare", model=model, method=method)
         self._testbed.set_rate(None)
-        ranks.tell(patience, do="warm up")
+        ranks.command(patience, "warm up")
         self._testbed.set_rate(rate)
-        ranks.tell(patience, do="settle", seconds=self._plan.seconds)
+        ranks.command(patience, "settle", seconds=self._plan.seconds)
         # All ranks wait for a command now, so nothing is on its way that should not be counted, or should be.
         before = self._testbed.bytes_sent()
-        records = ranks.tell(patience, do="measure")
+        records: list[Record] = ranks.command(patience, "measure")
         after = self._testbed.bytes_sent()
-        ranks.tell(patience, do="end")
-        steps = len(records[0]["step"])
-        return Turn(
+        ranks.command(patience, "end")
+        steps = len(records[0].step)
+        return Measurement(
             model=model,
             method=method,
             rate=rate,
@@ -121,8 +118,7 @@ class Conductor:
             compute=_means_over_ranks(records, "compute"),
             bytes_sent=[(end - begin) / steps for begin, end in zip(before, after, strict=True)],
             thinwire={
-                name: statistics.fmean(record["thinwire"][name] for record in records)
-                for name in records[0]["thinwire"]
+                name: statistics.fmean(record.thinwire[name] for record in records) for name in records[0].thinwire
             },
         )
 
@@ -134,18 +130,18 @@ class Conductor:
         return LEAST_PATIENCE + PATIENCE_IN_BASELINE_STEPS * 8 * baseline / bits_per_second
 
     def _started(self) -> Ranks:
-        self._ranks = Ranks(self._testbed, self._plan.ranks, lambda: self._on_progress(self._progress))
+        self._ranks = Ranks(self._testbed, self._plan.ranks, lambda: self._on_progress(self._progress)).__enter__()
         try:
             self._ranks.answers(SECONDS_TO_START, "start")
-        except TurnError as failure:
-            raise StartError(f"the ranks did not start: {failure}\n{self._ranks.last_words()}") from None
+        except MeasurementError as failure:
+            raise StartError(f"the ranks did not start: {failure}\n{self._ranks.output()}") from None
         return self._ranks
 
-    def _kill(self) -> None:
+    def _end_ranks(self) -> None:
         if self._ranks is not None:
-            self._ranks.kill()
+            self._ranks.__exit__()
             self._ranks = None
 
 
-def _means_over_ranks(records: list[dict[str, Any]], name: str) -> list[float]:
-    return [statistics.fmean(values) for values in zip(*(record[name] for record in records), strict=True)]
+def _means_over_ranks(records: list[Record], name: str) -> list[float]:
+    return [statistics.fmean(values) for values in zip(*(getattr(record, name) for record in records), strict=True)]

@@ -20,7 +20,7 @@ REFERENCE = "adamw"
 
 
 @dataclass(frozen=True)
-class Finding:
+class Summary:
     """The best setting of a method on a task, on all fresh seeds."""
 
     task: Task
@@ -77,7 +77,7 @@ class Finding:
         return None
 
 
-def findings(directory: Path, task: Task, methods: Sequence[str]) -> list[Finding]:
+def summaries(directory: Path, task: Task, methods: Sequence[str]) -> list[Summary]:
     """Of all methods whose study of a task is complete, the best first."""
     found = []
     for name in methods:
@@ -87,15 +87,15 @@ def findings(directory: Path, task: Task, methods: Sequence[str]) -> list[Findin
         complete = [seeds for seeds in by_setting.values() if {SEARCH_SEED, *FRESH_SEEDS} <= set(seeds)]
         if complete:
             best = min(complete, key=lambda seeds: task.value(seeds[SEARCH_SEED].final))
-            found.append(Finding(task, METHODS[name], [best[seed] for seed in FRESH_SEEDS]))
-    return sorted(found, key=lambda finding: finding.mean)
+            found.append(Summary(task, METHODS[name], [best[seed] for seed in FRESH_SEEDS]))
+    return sorted(found, key=lambda summary: summary.mean)
 
 
-def reference(found: Sequence[Finding]) -> Finding | None:
+def reference(found: Sequence[Summary]) -> Summary | None:
     """AdamW's among them."""
-    return next((finding for finding in found if finding.method.name == REFERENCE), None)
+    return next((summary for summary in found if summary.method.name == REFERENCE), None)
 
 
-def compute_seconds(found: Sequence[Finding]) -> float:
+def compute_seconds(found: Sequence[Summary]) -> float:
     """Forward and backward of a worker: the same for all methods, so the median of all runs."""
-    return median(result.compute_seconds for finding in found for result in finding.results)
+    return median(result.compute_seconds for summary in found for result in summary.results)

@@ -8,15 +8,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from thinwire.cli.chaos.episodes import Episode, episodes
 from thinwire.cli.chaos.faults import AT_START, FAULTS
-from thinwire.cli.chaos.ranks import Incarnation, Nursery, Rank, Result
-from thinwire.cli.chaos.results import DIVERGENCE, LOST, Ending, Fault, Report, Wrong
-from thinwire.cli.chaos.scene import Scene
-from thinwire.cli.chaos.worker import Orders
+from thinwire.cli.chaos.injection import Injection
+from thinwire.cli.chaos.ranks import Attempt, Rank, RankResult
+from thinwire.cli.chaos.results import DIVERGENCE, LOST, ChaosResults, Ending, Fault, Wrong
+from thinwire.cli.chaos.worker import RankConfig, main
 from thinwire.testbed import Testbed
+from thinwire.testbed.forkserver import ForkServer
 
 NO_FAULT = "no fault"
 # How soon faults follow the first step, or one another; or, if they do not wait for the first step, the process group.
@@ -44,33 +46,35 @@ class Limits:
         return time.monotonic() > self.deadline or (self.faults is not None and faults >= self.faults)
 
 
-class Supervisor:
+class ChaosRun:
     """Runs episodes on a testbed until it is enough; the report tells what came of it.
 
     Args:
         testbed: with a host a rank.
-        nursery: where ranks come from.
+        server: forks the ranks.
         folder: for rendezvous, logs and checkpoints.
         report: filled in here.
         limits: when it is enough.
-        on_news: told, in a line, of everything that happens.
+        on_news: gets a line about everything that happens.
+        train: what each rank runs.
     """
 
     def __init__(
         self,
         testbed: Testbed,
-        nursery: Nursery,
+        server: ForkServer,
         folder: Path,
-        report: Report,
+        report: ChaosResults,
         limits: Limits,
         on_news: Callable[[str], None],
+        train: Callable[[Connection, RankConfig], None] = main,
     ) -> None:
-        self._testbed, self._nursery, self._folder = testbed, nursery, folder
+        self._testbed, self._server, self._folder, self._train = testbed, server, folder, train
         self._report, self._limits, self._say = report, limits, on_news
         self._random = random.Random(report.seed)
         self._kinds = self._drawn()
         self._put_off: list[str] = []
-        self._incarnations = 0
+        self._attempts = 0
 
     def run(self) -> None:
         """Episode after episode.
@@ -89,7 +93,7 @@ class Supervisor:
         return self._limits.reached(faults) or (most_faults is not None and faults >= most_faults)
 
     def _remove(self, checkpoints: str) -> None:
-        # There are none if nobody got as far as that.
+        # There are none if no rank got as far as that.
         if (self._folder / checkpoints).exists():
             shutil.rmtree(self._folder / checkpoints)
 
@@ -98,12 +102,12 @@ class Supervisor:
     def _reference(self, episode: Episode) -> list[Rank]:
         """The ranks of a run without faults."""
         before = len(self._report.wrongs)
-        with self._ranks(episode, "reference") as incarnation:
-            self._scene(episode, incarnation, NO_FAULT).expect_finish()
+        with self._ranks(episode, "reference") as attempt:
+            self._injection(episode, attempt, NO_FAULT).expect_finish()
         self._remove("reference")
         if len(self._report.wrongs) > before:
             raise UnfinishedError(f"{episode.label}, without any fault: {self._report.wrongs[before].details}")
-        return incarnation.ranks
+        return attempt.ranks
 
     def _play(self, episode: Episode, reference: list[Rank]) -> None:
         """The same with faults, until its end, or until there is no point in going on."""
@@ -111,17 +115,17 @@ class Supervisor:
         while True:
             restarts += 1
             before = len(self._report.faults)
-            with self._ranks(episode, "checkpoints") as incarnation:
-                finished = self._live(episode, incarnation, faults + _MOST_FAULTS)
+            with self._ranks(episode, "checkpoints") as attempt:
+                finished = self._live(episode, attempt, faults + _MOST_FAULTS)
             failures = 0 if len(self._report.faults) > before else failures + 1
-            saved = self._check_checkpoints(episode, incarnation.ranks, saved)
-            equal = self._check_digests(episode, incarnation.ranks, reference)
+            saved = self._check_checkpoints(episode, attempt.ranks, saved)
+            equal = self._check_digests(episode, attempt.ranks, reference)
             if finished:
                 break
             if failures == _MOST_FAILURES or not equal:
                 self._say(f"episode {episode.number}, {episode.label}: given up")
                 return
-        result = self._check_results(episode, incarnation.ranks, reference)
+        result = self._check_results(episode, attempt.ranks, reference)
         count = len(self._report.faults) - faults
         self._report.endings.append(
             Ending(episode.number, episode.label, episode.steps, result.skipped, count, restarts, result.digest)
@@ -132,36 +136,36 @@ class Supervisor:
             f"{count} faults, {restarts} restarts; {verdict}"
         )
 
-    def _live(self, episode: Episode, incarnation: Incarnation, most_faults: int) -> bool:
+    def _live(self, episode: Episode, attempt: Attempt, most_faults: int) -> bool:
         """Fault after fault, until one makes a restart necessary (False), or all ranks have finished."""
         began = time.monotonic()
         kind = None if self._enough(most_faults) else self._next_kind(at_start=True)
         if kind is not None:
-            scene = self._scene(episode, incarnation, kind)
-            scene.wait_for_groups()
-            scene.wait(self._random.uniform(*_PAUSE_SECONDS_AT_START))
-            self._inflict(scene)
+            injection = self._injection(episode, attempt, kind)
+            injection.wait_for_groups()
+            injection.wait(self._random.uniform(*_PAUSE_SECONDS_AT_START))
+            self._inflict(injection)
             return False
-        if not self._scene(episode, incarnation, NO_FAULT).expect_progress():
+        if not self._injection(episode, attempt, NO_FAULT).expect_progress():
             return False
         self._report.restart_seconds.append(time.monotonic() - began)
         while not self._enough(most_faults):
             kind = self._next_kind(at_start=False)
             assert kind is not None
-            scene = self._scene(episode, incarnation, kind)
-            scene.wait(self._random.uniform(*_PAUSE_SECONDS))
-            if incarnation.failed or any(rank.result is not None for rank in incarnation.ranks):
+            injection = self._injection(episode, attempt, kind)
+            injection.wait(self._random.uniform(*_PAUSE_SECONDS))
+            if attempt.failed or any(rank.result is not None for rank in attempt.ranks):
                 # Too late for this one.
                 self._put_off.append(kind)
                 break
-            if not self._inflict(scene):
+            if not self._inflict(injection):
                 return False
-        return self._scene(episode, incarnation, NO_FAULT).expect_finish()
+        return self._injection(episode, attempt, NO_FAULT).expect_finish()
 
-    def _inflict(self, scene: Scene) -> bool:
+    def _inflict(self, injection: Injection) -> bool:
         """Whether the ranks can go on."""
-        fault = scene.fault
-        FAULTS[fault.kind](scene)
+        fault = injection.fault
+        FAULTS[fault.kind](injection)
         self._report.faults.append(fault)
         outcome = "borne"
         if fault.noticed_after is not None:
@@ -193,12 +197,12 @@ class Supervisor:
     # Ranks, and what may be said against them ------------------------------------------------------------------------
 
     @contextmanager
-    def _ranks(self, episode: Episode, checkpoints: str) -> Iterator[Incarnation]:
-        self._incarnations += 1
-        folder = self._folder / f"incarnation-{self._incarnations}"
+    def _ranks(self, episode: Episode, checkpoints: str) -> Iterator[Attempt]:
+        self._attempts += 1
+        folder = self._folder / f"attempt-{self._attempts}"
         folder.mkdir()
-        orders = [
-            Orders(
+        configs = [
+            RankConfig(
                 episode=episode,
                 rank=host.index,
                 namespace=host.namespace,
@@ -210,18 +214,18 @@ class Supervisor:
             for host in self._testbed.hosts
         ]
         try:
-            with Incarnation(self._nursery, orders) as incarnation:
-                yield incarnation
+            with Attempt(self._server, self._train, configs) as attempt:
+                yield attempt
         finally:
             shutil.rmtree(folder)
 
-    def _scene(self, episode: Episode, incarnation: Incarnation, kind: str) -> Scene:
+    def _injection(self, episode: Episode, attempt: Attempt, kind: str) -> Injection:
         fault = Fault(kind, episode.number, episode.label, step=-1, victims=[])
 
         def complain(what: str, rank: Rank | None, details: str) -> None:
             self._complain(episode, kind, what, rank, details)
 
-        return Scene(self._testbed, incarnation, self._random, self._report.timeout, fault, complain)
+        return Injection(self._testbed, attempt, self._random, self._report.timeout, fault, complain)
 
     def _complain(self, episode: Episode, kind: str, what: str, rank: Rank | None, details: str) -> None:
         number, step = (None, -1) if rank is None else (rank.number, rank.step)
@@ -251,7 +255,7 @@ class Supervisor:
                 self._complain(episode, "comparison", DIVERGENCE, rank, details)
         return equal
 
-    def _check_results(self, episode: Episode, ranks: list[Rank], reference: list[Rank]) -> Result:
+    def _check_results(self, episode: Episode, ranks: list[Rank], reference: list[Rank]) -> RankResult:
         """Whether all ranks have in the end what they would have without faults, and the same; what the first has."""
         for rank, unharmed in zip(ranks, reference, strict=True):
             if rank.result != unharmed.result:
