@@ -11,10 +11,14 @@ import os
 from typing import Any
 
 import pytest
+from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
 # Triton reads it when it is imported, here and in the ranks that tests start: kernels for GPUs run on the CPU then.
 os.environ["TRITON_INTERPRET"] = "1"
+
+# For `make test`: the same examples on every run. `make test-all` draws new ones.
+settings.register_profile("repeatable", derandomize=True)
 
 TOGETHER = {
     "tests/unit/test_packaging.py": "two wheels",
