@@ -51,7 +51,7 @@ test-all: lint sanitize ## what a release must pass, in an hour: also all instru
 VERSION ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 torch_venv := .venv-torch-$(VERSION)
 torch_tests := tests/conformance tests/distributed/test_ddp.py tests/distributed/test_amp.py \
-  tests/distributed/test_lifetime.py tests/distributed/test_checkpoint.py tests/distributed/test_checkpoints.py \
+  tests/distributed/test_lifetime.py tests/distributed/test_state_dict.py tests/distributed/test_checkpoints.py \
   tests/distributed/test_nonfinite.py
 
 test-torch: ## run the tests of DDP and of checkpoints with another torch: make test-torch VERSION=2.6.0

@@ -48,7 +48,7 @@ from tests.distributed.scenarios import (
 )
 from tests.distributed.test_bytes import STEPS as MEASURED_STEPS
 from tests.distributed.test_bytes import measure
-from tests.distributed.test_checkpoint import Case, Run, stop_and_resume
+from tests.distributed.test_state_dict import Case, Run, stop_and_resume
 from tests.harness import NoPrivateNetworkError, private_network, run_ranks, run_ranks_expecting_errors
 
 HIERARCHICAL: dict[str, Any] = {"topology": "hierarchical"}
