@@ -8,6 +8,7 @@ something that takes long to make, or they measure time and would disturb each o
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,11 @@ from xdist.scheduler import LoadScopeScheduling
 
 # Triton reads it when it is imported, here and in the ranks that tests start: kernels for GPUs run on the CPU then.
 os.environ["TRITON_INTERPRET"] = "1"
+
+# A shell makes the commands that it starts in the background ignore SIGINT, and their child processes inherit this.
+# Tests that interrupt ranks would then fail.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # For `make test`: the same examples on every run. `make test-all` draws new ones.
 settings.register_profile("repeatable", derandomize=True)
