@@ -1,7 +1,7 @@
 # A fresh clone needs Python >= 3.10 and a C++ compiler; `make demo` and `make test` do the rest.
 # Other interpreter: make PYTHON=python3.12 test. Arguments for the command: make demo ARGS="--help".
-# Tests run in JOBS processes, of which half wait for their ranks at any time: make JOBS=12 test on 8 cores, JOBS=0 for one
-# after another.
+# `make test` runs the tests in JOBS processes. A test of several ranks mostly waits, so use more processes than cores:
+# make JOBS=12 test on 8 cores. JOBS=0 runs one test after another.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -10,12 +10,13 @@ ARGS ?=
 
 bin := $(VENV)/bin
 installed := $(VENV)/.installed
+not_long := -m "not long" --hypothesis-profile=repeatable
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo bench test lint sanitize docs format clean
+.PHONY: help install demo bench test test-all test-torch lint sanitize docs format clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(installed) ## make .venv with thinwire (editable), its command line and everything the tests need
 
@@ -32,33 +33,59 @@ bench: $(installed) ## measure the kernels, and the exchange between 4 local ran
 	$(bin)/thinwire bench kernels $(ARGS)
 	$(bin)/thinwire bench exchange --ranks 4 $(ARGS)
 
-test: lint sanitize ## everything that decides: lint, types, layers, memory, tests
-	$(bin)/pytest --numprocesses $(JOBS) $(ARGS)
+# The short suite draws the same random inputs every time: a commit that passed once passes again. Lint and sanitize use
+# one core each, so they run side by side.
+test: ## what every commit must pass, in 10 minutes: lint, types, imports, memory errors, short tests
+	+$(MAKE) --jobs=2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) lint sanitize \
+	  short='$(not_long)' fuzz_inputs=500
+	$(bin)/pytest --numprocesses $(JOBS) $(not_long) $(ARGS)
 
-lint: $(installed) ## style, types, and who may import whom
+test-all: lint sanitize ## what a release must pass, in an hour: also all instruction sets, world sizes, grids, long fuzzing
+	$(bin)/pytest --numprocesses $(JOBS) $(ARGS)
+	$(bin)/python -m tests.fuzz --inputs 50000
+
+# The tests of what thinwire takes from torch.distributed and DDP, with another torch: make test-torch VERSION=2.6.0
+# The oldest torch of the metadata, 2.6.0, is on PyPI with CUDA only: 0.8 GB, and 2.5 GB of packages that it needs. Where
+# https://download.pytorch.org/whl/cpu is in reach, ask for the CPU build instead:
+# make test-torch VERSION=2.6.0 PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+VERSION ?= $(shell sed -n 's/^torch==//p' constraints.txt)
+torch_venv := .venv-torch-$(VERSION)
+torch_tests := tests/conformance tests/distributed/test_ddp.py tests/distributed/test_amp.py \
+  tests/distributed/test_lifetime.py tests/distributed/test_state_dict.py tests/distributed/test_checkpoints.py \
+  tests/distributed/test_nonfinite.py
+
+test-torch: ## run the tests of DDP and of checkpoints with another torch: make test-torch VERSION=2.6.0
+	test -x $(torch_venv)/bin/python || $(PYTHON) -m venv $(torch_venv)
+	$(torch_venv)/bin/python -m pip install "torch==$(VERSION)" ".[cli]" hypothesis "numpy>=1.26" "pytest>=8.2" \
+	  pytest-timeout pytest-xdist
+	$(torch_venv)/bin/python -c "import torch; print('torch', torch.__version__)"
+	$(torch_venv)/bin/python -m pytest --numprocesses $(JOBS) -m "not long" $(torch_tests) $(ARGS)
+
+lint: $(installed) ## check the style, the types, and which package may import which
 	$(bin)/ruff check
 	$(bin)/ruff format --check
 	$(bin)/pyright
 	$(bin)/lint-imports
 
 # Python itself is not built with the sanitizers, so they are loaded before it, and libstdc++ with them: they look for its
-# exceptions when they start. Their words go past pytest, which would lose them with the process.
+# exceptions when they start. pytest must not capture their reports, which it would lose with the process.
 sanitized := build/sanitize
 preloaded = $(foreach library,libasan.so libstdc++.so,$(shell $(CXX) -print-file-name=$(library)))
 under_sanitizers = THINWIRE_NATIVE_LIBRARY=$(sanitized)/_native.so LD_PRELOAD="$(preloaded)" \
   ASAN_OPTIONS=detect_leaks=0:detect_stack_use_after_return=0:quarantine_size_mb=16 UBSAN_OPTIONS=print_stacktrace=1
-# Left out: what runs no kernel, what looks beyond tensors (which end where their memory ends here), and what takes long
-# for reasons that have nothing to do with memory.
+# Left out: tests that run no native kernel, tests that read beyond tensors (which end where their memory ends here), and
+# tests that take long for reasons other than memory.
 left_out := reference or triton or every_backend or padding or sampled_alike or unbiased or balanced or share_a_column
+fuzz_inputs := 3000
 checked_tests = tests/unit/test_sanitizers.py $(wildcard tests/unit/test_kernels*.py)
 
-sanitize: $(installed) ## run the kernels' tests and fuzz them, with every access checked by ASan and UBSan (needs GCC)
+sanitize: $(installed) ## test and fuzz the kernels with every memory access checked by ASan and UBSan (needs GCC)
 	CXX="$(CXX)" $(bin)/cmake -S . -B $(sanitized) -G Ninja -D CMAKE_MAKE_PROGRAM=$(abspath $(bin))/ninja \
 	  -D THINWIRE_SANITIZE=ON
 	$(bin)/cmake --build $(sanitized)
-	$(under_sanitizers) $(bin)/pytest -p no:faulthandler -p no:cacheprovider --capture=sys -q $(checked_tests) \
+	$(under_sanitizers) $(bin)/pytest -p no:faulthandler -p no:cacheprovider --capture=sys -q $(checked_tests) $(short) \
 	  -k "not ($(left_out))" --deselect tests/unit/test_kernels.py::test_vote_bit
-	$(under_sanitizers) $(bin)/python -m tests.fuzz --inputs 3000 --only packets steps
+	$(under_sanitizers) $(bin)/python -m tests.fuzz --inputs $(fuzz_inputs) --only packets steps
 
 docs: $(installed) ## build the documentation into build/site; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(bin)/mkdocs build --strict --quiet
@@ -68,5 +95,5 @@ format: $(installed) ## rewrite the sources in the house style
 	$(bin)/ruff format
 
 clean: ## remove what was built; .venv keeps its downloads
-	rm -rf build dist src/thinwire/kernels/_native.so $(installed) .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf build dist .venv-torch-* src/thinwire/kernels/_native.so $(installed) .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find src tests examples benchmarks -type d -name __pycache__ -prune -exec rm -rf {} +

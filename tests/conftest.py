@@ -1,20 +1,32 @@
-"""Which tests may run at the same time, when `make test` gives them to several processes (pytest-xdist).
+"""What holds for all tests, and which of them may run at the same time in the processes of `make test` (pytest-xdist).
 
-A test goes to whichever process is free. Those of the files below go to one process, one after another: they share
-what is dear to make, or they measure time and would disturb each other. xdist's own mark for that, `xdist_group`, is
-silently without effect under pytest 9.2 (pytest-dev/pytest-xdist#1386).
+A test goes to any free process. The tests of the files below go to one process, one after another: they share
+something that takes long to make, or they measure time and would disturb each other. xdist has a mark for this,
+`xdist_group`, which has no effect under pytest 9.2 (pytest-dev/pytest-xdist#1386).
 """
 
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
 # Triton reads it when it is imported, here and in the ranks that tests start: kernels for GPUs run on the CPU then.
 os.environ["TRITON_INTERPRET"] = "1"
+
+# A shell makes the commands that it starts in the background ignore SIGINT, and their child processes inherit this.
+# Tests that interrupt ranks would then fail.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# For `make test`: the same examples on every run. `make test-all` draws new ones.
+settings.register_profile("repeatable", derandomize=True)
 
 TOGETHER = {
     "tests/unit/test_packaging.py": "two wheels",
@@ -35,7 +47,7 @@ TOGETHER = {
 
 
 class Scheduling(LoadScopeScheduling):
-    """One test after another to whoever is free, and before that what belongs together."""
+    """The groups of `TOGETHER` first, then one test after another to any free process."""
 
     def _split_scope(self, nodeid: str) -> str:
         return TOGETHER.get(nodeid.partition("::")[0], nodeid)
@@ -45,7 +57,7 @@ class Scheduling(LoadScopeScheduling):
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling:
     lost = [path for path in TOGETHER if not (config.rootpath / path).is_file()]
     if lost:
-        raise pytest.UsageError(f"{__file__} names files that are not there: {', '.join(lost)}")
+        raise pytest.UsageError(f"{__file__} names files that do not exist: {', '.join(lost)}")
     return Scheduling(config, log)
 
 
@@ -53,3 +65,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling:
 def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> None:
     if fixturedef.scope == "module" and request.node.nodeid not in TOGETHER:
         pytest.fail(f"every process would make {fixturedef.argname!r}: add {request.node.nodeid} to {__file__}")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_torch_thread() -> Iterator[None]:
+    """The tensors are small. On a busy machine, torch threads that wait for each other take ten times as long."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

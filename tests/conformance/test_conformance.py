@@ -6,7 +6,7 @@ import dataclasses
 import io
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,9 +90,11 @@ class Grid:
 HIERARCHY = Grid(2, 2)
 
 
-def each_grid(*flat: int) -> pytest.MarkDecorator:
-    """Flat topologies of so many ranks, and a hierarchical one."""
-    return pytest.mark.parametrize("grid", [*map(Grid, flat), HIERARCHY], ids=str)
+def each_grid(*flat: int, long: Sequence[int | Grid] = ()) -> pytest.MarkDecorator:
+    """Flat topologies of so many ranks, and a hierarchical one; those in `long` run in `make test-all` only."""
+    others = [pytest.param(grid if isinstance(grid, Grid) else Grid(grid), marks=pytest.mark.long) for grid in long]
+    grids = [grid for grid in (*map(Grid, flat), HIERARCHY) if grid not in long]
+    return pytest.mark.parametrize("grid", [*grids, *others], ids=str)
 
 
 def test_every_public_optimizer_is_in_the_table() -> None:
@@ -138,7 +140,7 @@ def learn(rank: int, world_size: int, entry: Entry) -> tuple[float, float, str]:
 
 
 @every_optimizer
-@each_grid(1, 2, 4)
+@each_grid(2, long=(1, 4, HIERARCHY))
 def test_it_learns_and_replicas_stay_equal(grid: Grid, entry: Entry) -> None:
     results = grid.run(learn, entry)
     for first, last, replica in results:
@@ -168,7 +170,7 @@ def test_random_steps_of_that_size_do_not_learn_it(entry: Entry) -> None:
 
 
 @every_optimizer
-@each_grid(1, 3)
+@each_grid(3, long=(1,))
 def test_overlap_and_bucket_size_change_nothing(grid: Grid, entry: Entry) -> None:
     options = {"lr": entry.lr, "bucket_mb": 0.01}
     overlapped = Training(entry.make, options, steps=18, environment=grid.environment, attach=True)
@@ -181,12 +183,16 @@ def test_overlap_and_bucket_size_change_nothing(grid: Grid, entry: Entry) -> Non
 
 
 @every_optimizer
-@each_grid(3)
+@each_grid(2, long=(3, HIERARCHY))
 def test_all_kernels_give_the_same_bits(grid: Grid, entry: Entry) -> None:
+    """The native kernels of the machine's best instruction set; with more ranks, those of every instruction set."""
     world_size = grid.nodes * grid.ranks
+    choices = [{"THINWIRE_KERNELS": "reference"}, {"THINWIRE_KERNELS": "native"}]
+    if world_size > 2:
+        choices += [{"THINWIRE_KERNELS": "native", "THINWIRE_ISA": isa} for isa in instruction_sets()]
     runs = [
         Training(entry.make, {"lr": entry.lr}, steps=18, environment={**grid.environment, **variables})
-        for variables in ({"THINWIRE_KERNELS": "reference"}, *({"THINWIRE_ISA": isa} for isa in instruction_sets()))
+        for variables in choices
     ]
     assert_same_runs(world_size, *runs)
 

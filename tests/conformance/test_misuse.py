@@ -16,7 +16,7 @@ from torch import nn
 
 import thinwire
 from tests.conformance.test_conformance import OPTIMIZERS, Entry, every_optimizer
-from tests.distributed.common import digest, run_nodes
+from tests.distributed.common import digest, named, run_nodes
 from tests.harness import run_ranks
 from thinwire import checkpoint
 
@@ -53,7 +53,9 @@ def train_both_ways(rank: int, world_size: int) -> dict[str, list[str]]:
     return {str(entry): [train_with(entry, rank, view) for view in (negated, torch.clone)] for entry in OPTIMIZERS}
 
 
-@pytest.mark.parametrize("nodes", [(1, 1), (2, 1), (2, 2)], ids=["1x1", "2x1", "2x2"])
+@pytest.mark.parametrize(
+    "nodes", [(2, 1), *(pytest.param(nodes, marks=pytest.mark.long) for nodes in ((1, 1), (2, 2)))], ids=str
+)
 def test_negated_gradients_have_their_own_sign(nodes: tuple[int, int]) -> None:
     for outcomes in run_nodes(train_both_ways, *nodes):
         for name, (lazily, plainly) in outcomes.items():
@@ -107,7 +109,9 @@ def train_through_spikes(rank: int, world_size: int, topology: str) -> dict[str,
     return outcomes
 
 
-@pytest.mark.parametrize("nodes", [(3, 1), (1, 3), (2, 2)], ids=["3x1", "1x3", "2x2"])
+@pytest.mark.parametrize(
+    "nodes", [(2, 2), *(pytest.param(nodes, marks=pytest.mark.long) for nodes in ((3, 1), (1, 3)))], ids=str
+)
 def test_a_spike_that_is_finite_does_not_end_a_run(nodes: tuple[int, int]) -> None:
     topology = "flat" if nodes[1] == 1 else "hierarchical"
     for outcomes in run_nodes(train_through_spikes, *nodes, topology):
@@ -172,9 +176,16 @@ CHANGES = [clear, replace, replace_all, put_another, remove_one, add_one, add_fo
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @every_optimizer
 def test_a_changed_state_is_refused_and_can_be_loaded_again(
+    entry: Entry, change: Callable[[Optimizer, torch.Tensor], None]
+) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        with named(str(dtype)):
+            assert_a_changed_state_is_refused(entry, dtype, change)
+
+
+def assert_a_changed_state_is_refused(
     entry: Entry, dtype: torch.dtype, change: Callable[[Optimizer, torch.Tensor], None]
 ) -> None:
     p, q = (nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in (100, 7))
@@ -320,7 +331,7 @@ def make_many(rank: int, world_size: int, rounds: int, close: bool) -> list[tupl
 
 @pytest.mark.parametrize("close", [False, True], ids=["collected", "closed"])
 def test_many_optimizers_hold_no_more_than_one(close: bool) -> None:
-    for first, *others in run_ranks(make_many, 2, 6, close):
+    for first, *others in run_ranks(make_many, 2, 4, close):
         assert others == [first] * len(others)
 
 

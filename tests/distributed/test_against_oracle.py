@@ -68,8 +68,16 @@ LONG = [name for name in SCENARIOS if name.startswith("stop and return")]
 SHORT = [name for name in SCENARIOS if name not in LONG]
 
 
-@pytest.mark.parametrize("names", [SHORT, LONG], ids=["short", "long"])
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+# Every scenario with one number of ranks, and in `make test-all` with all others.
+IN_MAKE_TEST = [(2, LONG), (3, SHORT)]
+IN_TEST_ALL = [(n, names) for n in WORLD_SIZES for names in (SHORT, LONG) if (n, names) not in IN_MAKE_TEST]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "names"),
+    [*IN_MAKE_TEST, *(pytest.param(*case, marks=pytest.mark.long) for case in IN_TEST_ALL)],
+    ids=lambda value: value if isinstance(value, int) else "stop and return" if value is LONG else "others",
+)
 def test_the_distributed_run_is_the_oracle(world_size: int, names: Sequence[str]) -> None:
     scenarios = {name: SCENARIOS[name] for name in names}
     results = run_ranks(each_case, world_size, run_birder, scenarios, timeout=MANY_CASES_SECONDS)

@@ -84,7 +84,7 @@ def train_long(rank: int, world_size: int, name: str) -> dict[str, Any]:
 
 
 @each_kind
-@pytest.mark.parametrize(("nodes", "ranks"), [(3, 1), (2, 2)])
+@pytest.mark.parametrize(("nodes", "ranks"), [(3, 1), pytest.param(2, 2, marks=pytest.mark.long)])
 def test_replicas_are_equal_after_hundreds_of_steps(nodes: int, ranks: int, name: str) -> None:
     results = run_nodes(train_long, nodes, ranks, name)
     first = results[0]

@@ -79,6 +79,7 @@ def test_the_distributed_run_is_the_oracle(base: str) -> None:
     assert_runs_are_the_oracle({name: case for name, case in CASES.items() if name.startswith(f"{base}, ")}, 3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("base", BASES)
 def test_with_fewer_workers_too(base: str) -> None:
     assert_runs_are_the_oracle(essential(base), 2)

@@ -29,7 +29,6 @@ from tests.distributed.common import digest
 from tests.harness import run_ranks, run_ranks_expecting_errors
 from thinwire import checkpoint
 
-KILLS = 100
 EPISODES = 4
 """How often one of two ranks is killed."""
 SECONDS = 60
@@ -121,10 +120,11 @@ def last_said(connection: Connection) -> int:
         return said
 
 
-def test_a_writer_that_is_killed_leaves_the_checkpoint_before_it_whole(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [20, pytest.param(100, marks=[pytest.mark.long, pytest.mark.timeout(600)])])
+def test_a_writer_that_is_killed_leaves_the_checkpoint_before_it_whole(kills: int, tmp_path: Path) -> None:
     moments, straight, in_the_middle = random.Random(0), Straight(), 0
     Run().save(tmp_path)
-    for _ in range(KILLS):
+    for _ in range(kills):
         with child(save_for_ever, tmp_path) as (process, connection):
             assert connection.poll(SECONDS)
             time.sleep(moments.uniform(0.0, 0.05))
@@ -140,7 +140,7 @@ def test_a_writer_that_is_killed_leaves_the_checkpoint_before_it_whole(tmp_path:
         assert not any(name.startswith(".") for name in listed(tmp_path))
         del run  # which has the directory to itself as long as it lives
         gc.collect()
-    assert in_the_middle > KILLS // 10
+    assert in_the_middle > kills // 10
 
 
 def die_before_operation(path: Path, number: int, connection: Connection) -> None:

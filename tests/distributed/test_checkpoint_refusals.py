@@ -202,5 +202,5 @@ def _fail(*_: Any) -> None:
 
 
 def test_ranks_agree_again_after_a_load_that_failed_on_one(tmp_path: Path) -> None:
-    for undisturbed, disturbed in run_ranks(fail_while_loading, 2, tmp_path, timeout=40):
+    for undisturbed, disturbed in run_ranks(fail_while_loading, 2, tmp_path):
         assert undisturbed == disturbed

@@ -25,7 +25,7 @@ from thinwire.transport.messages import Messages, Pending
 GOOD_STEPS = 2
 BUCKETS = 5
 SENDER = 1
-SOON = 10.0
+SOON = 20.0
 """Seconds, far less than the timeout of the group."""
 MULTIPLE = {"bucket_mb": 0.01}
 SIGNS = {"betas": (0.9, 0.9), "warmup_steps": 10}

@@ -3,7 +3,7 @@ coordinate, and training goes on."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import pytest
@@ -27,13 +27,19 @@ pytestmark = pytest.mark.timeout(300)  # the first test of a change waits for tw
 BETA = 0.9
 
 
+def outcomes(chosen: Callable[[Outcome], bool]) -> pytest.MarkDecorator:
+    """One test for each of them."""
+    marks = {False: (), True: pytest.mark.long}
+    params = [pytest.param(one, marks=marks[one.change.long], id=str(one)) for one in OUTCOMES if chosen(one)]
+    return pytest.mark.parametrize("outcome", params)
+
+
 def each(*names: str, stages: tuple[int, ...] = (DENSE, SWITCHED, APART)) -> pytest.MarkDecorator:
     """Outcomes of those optimizers, between runs that both compress."""
-    chosen = [one for one in OUTCOMES if one.name in names and one.stage in stages and one.change.compressed]
-    return pytest.mark.parametrize("outcome", chosen, ids=str)
+    return outcomes(lambda one: one.name in names and one.stage in stages and one.change.compressed)
 
 
-every_outcome = pytest.mark.parametrize("outcome", [one for one in OUTCOMES if not one.refused], ids=str)
+every_outcome = outcomes(lambda one: not one.refused)
 
 
 def joined(net: Mapping[str, torch.Tensor]) -> np.ndarray:
@@ -51,7 +57,7 @@ def test_the_cases_are_all_optimizers_and_the_stages_what_they_are_called() -> N
     assert {APART - 2, APART - 1, APART} <= set(LOCAL_STEPS)
 
 
-@pytest.mark.parametrize("outcome", [one for one in OUTCOMES if one.refused], ids=str)
+@outcomes(lambda one: one.refused)
 def test_a_frozen_variance_is_refused_where_nothing_is_compressed(outcome: Outcome) -> None:
     for answer in outcome.answers:
         assert isinstance(answer, str)
@@ -104,7 +110,7 @@ def test_parameters_stay_unless_replicas_differed(outcome: Outcome) -> None:
 # What workers keep for themselves ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("outcome", [one for one in OUTCOMES if one.name == "Birder"], ids=str)
+@outcomes(lambda one: one.name == "Birder")
 def test_averages_stay_within_their_bound(outcome: Outcome) -> None:
     """|m| <= b, exactly, with one beta for both."""
     before, after = outcome.before, outcome.after
@@ -168,7 +174,7 @@ def test_what_is_known_of_workers_is_their_mean(outcome: Outcome) -> None:
         assert not any(of.get("sent_scale", torch.zeros(1)).any() for of in state["state"].values())
 
 
-@pytest.mark.parametrize("outcome", [one for one in OUTCOMES if one.name == "SketchedAMSGrad"], ids=str)
+@outcomes(lambda one: one.name == "SketchedAMSGrad")
 def test_momenta_and_errors_of_sketches_are_averaged(outcome: Outcome) -> None:
     kept = outcome.how == "average"
     for name in ("m", "error"):

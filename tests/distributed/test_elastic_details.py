@@ -151,7 +151,7 @@ def continue_both_ways(rank: int, world_size: int, grid: Grid, case: Case) -> di
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if "error_dtype" not in case.options], ids=str)
-@pytest.mark.parametrize("grid", [Grid(2), Grid(2, 2)], ids=str)
+@pytest.mark.parametrize("grid", [Grid(2), pytest.param(Grid(2, 2), marks=pytest.mark.long)], ids=str)
 def test_equal_states_in_the_same_world_go_on_as_they_were(grid: Grid, case: Case) -> None:
     """To the bit, but for roundings in which a mean and its parts differ, and for a variance that stands still once."""
     for seen in grid.run(continue_both_ways, grid, case):

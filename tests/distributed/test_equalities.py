@@ -31,7 +31,13 @@ VARIANTS = [
 
 @pytest.mark.parametrize(
     ("world_size", "downlink"),
-    [*((n, "bit") for n in WORLD_SIZES), *((n, of) for n in (2, 4) for of in ("majority", "votes"))],
+    [
+        (3, "bit"),
+        (2, "majority"),
+        (2, "votes"),
+        *(pytest.param(n, "bit", marks=pytest.mark.long) for n in WORLD_SIZES if n != 3),
+        *(pytest.param(4, downlink, marks=pytest.mark.long) for downlink in ("majority", "votes")),
+    ],
 )
 def test_what_must_not_matter_does_not(world_size: int, downlink: str) -> None:
     plain, *variants = (

@@ -48,7 +48,7 @@ from tests.distributed.scenarios import (
 )
 from tests.distributed.test_bytes import STEPS as MEASURED_STEPS
 from tests.distributed.test_bytes import measure
-from tests.distributed.test_checkpoint import Case, Run, stop_and_resume
+from tests.distributed.test_state_dict import Case, Run, stop_and_resume
 from tests.harness import private_network, run_ranks, run_ranks_expecting_errors
 from thinwire.testbed import TestbedUnavailable
 
@@ -89,7 +89,14 @@ def run_scenarios(rank: int, world_size: int, names: Sequence[str]) -> list[dict
 
 @pytest.mark.parametrize(
     ("nodes", "ranks", "names"),
-    [(2, 2, tuple(SCENARIOS)), (1, 2, tuple(SCENARIOS)), (2, 1, FEW), (1, 3, FEW), (3, 2, FEW), (2, 3, FEW)],
+    [
+        (2, 2, tuple(SCENARIOS)),
+        (1, 3, FEW),
+        (3, 2, FEW),
+        pytest.param(1, 2, tuple(SCENARIOS), marks=pytest.mark.long),
+        pytest.param(2, 1, FEW, marks=pytest.mark.long),
+        pytest.param(2, 3, FEW, marks=pytest.mark.long),
+    ],
     ids=lambda value: value if isinstance(value, int) else "",
 )
 def test_the_run_is_the_oracle_with_nodes_as_workers(nodes: int, ranks: int, names: Sequence[str]) -> None:
@@ -185,7 +192,7 @@ def train_kinds(rank: int, world_size: int) -> list[list[list[Digest]]]:
     ]
 
 
-@pytest.mark.parametrize(("nodes", "ranks"), [(2, 2), (1, 2)])
+@pytest.mark.parametrize(("nodes", "ranks"), [(2, 2), pytest.param(1, 2, marks=pytest.mark.long)])
 def test_reference_and_overlap_agree_for_every_dtype(nodes: int, ranks: int) -> None:
     results = run_nodes(train_kinds, nodes, ranks)
     for rank, of_rank in enumerate(results):

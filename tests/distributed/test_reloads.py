@@ -92,7 +92,7 @@ def _load_different(rank: int, world_size: int) -> None:
 
 
 def test_ranks_that_load_different_states_are_told_which() -> None:
-    for error in run_ranks_expecting_errors(_load_different, 3, timeout=20):
+    for error in run_ranks_expecting_errors(_load_different, 3):
         assert error.type_name == "RuntimeError"
         assert "ranks disagree on the number of steps taken: 5 on ranks 0, 2; 2 on rank 1" in error.message
 
@@ -148,7 +148,7 @@ def _skip_a_backward(rank: int, world_size: int) -> str:
 
 
 def test_ranks_do_not_agree_in_the_middle_of_backward() -> None:
-    assert len(set(run_ranks(_skip_a_backward, 2, timeout=30))) == 1
+    assert len(set(run_ranks(_skip_a_backward, 2))) == 1
 
 
 def _add_after_a_load(rank: int, world_size: int) -> None:
@@ -176,5 +176,5 @@ def _load_another_variance(rank: int, world_size: int) -> None:
 
 
 def test_ranks_compare_the_state_that_they_share() -> None:
-    for error in run_ranks_expecting_errors(_load_another_variance, 2, timeout=20):
+    for error in run_ranks_expecting_errors(_load_another_variance, 2):
         assert "ranks disagree on the checksum of 'v' of the optimizer's state" in error.message

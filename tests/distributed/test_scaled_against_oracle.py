@@ -76,14 +76,14 @@ CASES = cases()
 
 
 @pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [3, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2))])
 def test_the_distributed_run_is_the_oracle(world_size: int, base: str) -> None:
     cases = {name: case for name, case in CASES.items() if name.startswith(f"{base}, ")}
     assert_runs_are_the_oracle(cases, world_size)
 
 
 @pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize(("nodes", "ranks"), [(2, 2), (1, 2)])
+@pytest.mark.parametrize(("nodes", "ranks"), [(2, 2), pytest.param(1, 2, marks=pytest.mark.long)])
 def test_a_hierarchical_run_is_the_oracle_of_its_nodes(nodes: int, ranks: int, base: str) -> None:
     variants = ("defaults", "partly absent", "many buckets", "sometimes nonfinite")
     cases = {name: CASES[name] for name in (f"{base}, {variant}" for variant in variants)}

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,16 +25,17 @@ from tests.fuzz.runner import MOST_FINDINGS, Account, input_of, read, run_again,
 ROOT = Path(__file__).parents[2]
 
 
-def test_no_input_does_what_none_may(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
-    """Other inputs every time; the seed makes them again."""
-    seed = random.SystemRandom().randrange(2**32)
-    record_property("seed", seed)
-    command = [sys.executable, "-m", "tests.fuzz", "--inputs", "3000", "--seed", str(seed), "--findings", str(tmp_path)]
-    print(*command)
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
-    print(done.stdout)
+@pytest.mark.parametrize(
+    ("inputs", "seed"),
+    [(1000, 1), pytest.param(10_000, random.SystemRandom().randrange(2**32), marks=pytest.mark.long)],
+    ids=["repeatable", "new every time"],
+)
+def test_every_input_has_an_expected_outcome(inputs: int, seed: int, tmp_path: Path) -> None:
+    options = {"--inputs": inputs, "--seed": seed, "--findings": tmp_path}
+    command = [sys.executable, "-m", "tests.fuzz", *(str(word) for option in options.items() for word in option)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170, check=False)
     assert done.returncode == 0, f"--seed {seed}\n{done.stdout}{done.stderr}"
-    assert "3,000 inputs" in done.stdout
+    assert f"{inputs:,} inputs" in done.stdout
     for outcome in ("refused: checksum", "taken", "refused: CorruptCheckpoint, an accident", "a forgery that is data"):
         assert outcome in done.stdout, f"--seed {seed}\n{done.stdout}"
 

@@ -61,7 +61,9 @@ def test_steps_at_random_do_not_get_there(name: str) -> None:
         assert TASK.validate(model, last=False).loss > bar(name) + 0.5
 
 
-@pytest.mark.parametrize("name", ["birder-bit", "onebit-adam", "cd-adam"])
+@pytest.mark.parametrize(
+    "name", ["birder-bit", *(pytest.param(name, marks=pytest.mark.long) for name in ("onebit-adam", "cd-adam"))]
+)
 def test_half_of_the_workers_that_pull_the_other_way_do_not_get_there(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

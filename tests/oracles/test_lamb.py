@@ -11,7 +11,7 @@ import pytest
 from tests.oracles.flat_space import Group
 from tests.oracles.lamb import LambOracle
 from tests.oracles.onebit_lamb import OneBitLambOracle, OneBitLambParameter
-from tests.unit.test_oracles_scaled import gradients_at, starting_values
+from tests.oracles.test_flat_space import gradients_at, starting_values
 
 
 def lamb_by_itself(x: np.ndarray, gradients: Sequence[np.ndarray], lr: float, decay: float) -> np.ndarray:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from tests.oracles.flat_space import Group
+from tests.oracles.test_flat_space import all_values, gradients_at, starting_values, zero_one
 from tests.oracles.zero_one_adam import local_interval, variance_steps
-from tests.unit.test_oracles_scaled import all_values, gradients_at, starting_values, zero_one
 
 
 def test_variance_steps() -> None:
