@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import ParamsT
 
+from thinwire._torch_compat import unscales_in_step
 from thinwire.kernels import ops
 from thinwire.kernels.modes import Scale
 from thinwire.metrics import Meter, Metrics
@@ -44,6 +45,7 @@ from thinwire.transport.side_stream import Side, StreamTransport
 from thinwire.transport.topology import Choice, choose
 
 
+@unscales_in_step
 class WireOptimizer(UnseenSteps):
     """What all of thinwire's optimizers share; see the subclasses for use.
 
@@ -57,8 +59,6 @@ class WireOptimizer(UnseenSteps):
     4. apply the answers.
     """
 
-    # GradScaler would otherwise decide a rank at a time whether step() is called, and the others would wait for ever.
-    _step_supports_amp_scaling = True
     _built = False
 
     def __init_subclass__(cls) -> None:

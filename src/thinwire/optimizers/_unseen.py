@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire._torch_compat import scale_passed_to_step, write_count
 from thinwire.kernels.modes import Scale
 from thinwire.metrics import Meter
 from thinwire.optimizers._paper import Paper
@@ -85,8 +86,7 @@ class UnseenSteps(Paper):
         return self._overflowed
 
     def _amp_scale(self) -> Scale:
-        # torch.amp.GradScaler leaves its scale in this attribute while it calls step(), None after unscale_().
-        return self._inverse(getattr(self, "grad_scale", None))
+        return self._inverse(scale_passed_to_step(self))
 
     def _inverse(self, scale: Tensor | None) -> Scale:
         """What gradients of a loss that was multiplied by `scale` are multiplied by."""
@@ -95,9 +95,9 @@ class UnseenSteps(Paper):
         if self._side is None:
             return 1.0 / float(scale)
         # Asked for every gradient, and changed once a step. The scale is held, lest another takes its place in memory.
-        if self._inverted is None or self._inverted[0] is not scale or self._inverted[1] != scale._version:
+        if self._inverted is None or self._inverted[0] is not scale or self._inverted[1] != write_count(scale):
             inverse = scale.detach().to(torch.float64).reciprocal().to(torch.float32)
-            self._inverted = (scale, scale._version, inverse)
+            self._inverted = (scale, write_count(scale), inverse)
         return self._inverted[2]
 
     def _taken(self) -> Tensor | None:

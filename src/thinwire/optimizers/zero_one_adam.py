@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from thinwire._checks import MANY, is_integer
+from thinwire._checks import INT64_MAX, is_integer
 from thinwire.kernels.modes import Output, Scale
 from thinwire.optimizers._adam import DENSE, SIGNS, check_error_dtype, check_floor, correction, signed
 from thinwire.optimizers._intervals import local_interval, variance_steps
@@ -136,7 +136,7 @@ class ZeroOneAdam(LocalSteps):
             "local_step_clipper": local_step_clipper,
         }
         for name, value in schedule.items():
-            if not is_integer(value, 1, MANY):
+            if not is_integer(value, 1, INT64_MAX):
                 raise ValueError(f"{name}={value!r}: expected a positive number of steps")
         if var_freeze_step < var_update_scaler:
             raise ValueError(

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
-from torch.distributed import PrefixStore, ProcessGroup
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed import ProcessGroup
+
+from thinwire._torch_compat import backends, connect_group
 
 DESCRIPTION = "thinwire"
 """Of our groups, in torch's logs and for those who count bytes."""
@@ -58,8 +58,7 @@ class Connection:
 
 def _shut_down(group: ProcessGroup) -> None:
     """End what does not end with the last reference: a communicator of NCCL is only ever destroyed on demand."""
-    for device in group._device_types:
-        backend = group._get_backend(device)
+    for backend in backends(group).values():
         if backend.name() == "nccl":
             backend.shutdown()
 
@@ -77,21 +76,7 @@ def private_group(
         device: the kind of device that the group serves.
         timeout: how long members wait for each other; None for the backend's default.
     """
-    store = PrefixStore(f"thinwire/{name}/", _get_default_store())
-    group = ProcessGroup(store, own, len(ranks))
-    if backend == "nccl":
-        options = dist.ProcessGroupNCCL.Options()
-        if timeout is not None:
-            options._timeout = timeout
-        options.global_ranks_in_group = list(ranks)
-        kind, made = ProcessGroup.BackendType.NCCL, dist.ProcessGroupNCCL(store, own, len(ranks), options)
-    else:
-        waits = {} if timeout is None else {"timeout": timeout}
-        kind, made = ProcessGroup.BackendType.GLOO, dist.ProcessGroupGloo(store, own, len(ranks), **waits)
-    made._set_sequence_number_for_group()
-    group._set_default_backend(kind)
-    group._register_backend(torch.device(device.type), kind, made)
-    group._set_group_desc(DESCRIPTION)
+    group = connect_group(f"thinwire/{name}/", ranks, own, backend, device, timeout, DESCRIPTION)
     if backend == "gloo":
         # A member that closes its connections at once must not do so while another is still connecting.
         group.barrier().wait()

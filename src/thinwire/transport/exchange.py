@@ -189,7 +189,7 @@ class Exchange:
             complete(self._packets_due[bucket])
         if frame.received is not frame.sent:
             frame.received[node] = frame.sent[node]
-        with self._meter.vote:
+        with self._meter.merge:
             try:
                 self._check_received(job)
                 merge(frame, shard)

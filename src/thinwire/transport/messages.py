@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
+from thinwire._torch_compat import backends
 from thinwire.errors import PeerLost
 from thinwire.transport.connections import Connection
 from thinwire.transport.memory import HOST
@@ -140,11 +141,11 @@ def _done(work: Work) -> bool:
 
 def hang_up(group: ProcessGroup) -> None:
     """Let all waits in a group fail at once, here and, as connections close, at its other members."""
-    for device in group._device_types:
-        backend = group._get_backend(device)
+    served = backends(group)
+    for backend in served.values():
         if backend.name() in ("nccl", "virtual"):
             backend.abort()  # collectives end then, whatever they have brought: headers and checksums tell
-    if HOST not in group._device_types:
+    if HOST.type not in served:
         return
     for member in range(group.size()):
         if member != group.rank():

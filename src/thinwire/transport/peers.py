@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -13,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from thinwire._torch_compat import backends, group_timeout
 from thinwire.errors import PeerLost
 from thinwire.transport.connections import Connection, private_group
 from thinwire.transport.messages import hang_up
@@ -113,9 +113,9 @@ class Peers:
         """
         if self.group is None or len(members) == 1:
             return None
-        ranks, timeout = self.ranks(), timeout_of(self.group)
+        ranks, timeout = self.ranks(), group_timeout(self.group)
         connected = [ranks[member] for member in members]
-        own, backend = members.index(self.rank), self.group._get_backend(device).name()
+        own, backend = members.index(self.rank), backends(self.group)[device.type].name()
 
         def connect() -> dist.ProcessGroup:
             return private_group(connected, own, name, backend, device, timeout)
@@ -130,10 +130,10 @@ class Peers:
         """
         if self.group is None or self.size == 1:
             return
-        backends = {kind.type: self.group._get_backend(kind).name() for kind in self.group._device_types}
+        names = {kind: backend.name() for kind, backend in backends(self.group).items()}
         wanted = "nccl" if device.type == "cuda" else "gloo"
-        if backends.get(device.type) != wanted:
-            listed = ", ".join(f"{kind}: {name}" for kind, name in sorted(backends.items()))
+        if names.get(device.type) != wanted:
+            listed = ", ".join(f"{kind}: {name}" for kind, name in sorted(names.items()))
             raise ValueError(
                 f"parameters on {str(device)!r}, and a process group that serves {listed}: expected one with {wanted} "
                 f"for {device.type}, as init_process_group() without a backend makes, or with {wanted!r}"
@@ -154,7 +154,7 @@ class Peers:
     def _device(self) -> torch.device:
         """Where tensors of slow paths are: on the CPU, or where the group serves none on the GPU of this process."""
         assert self.group is not None, "there are other ranks"
-        kinds = {kind.type for kind in self.group._device_types}
+        kinds = backends(self.group).keys()
         return torch.device("cpu") if "cpu" in kinds or not kinds else torch.device("cuda", torch.cuda.current_device())
 
     def _reach(self, call: Callable[[], Result], stage: str, step: int | None = None) -> Result:
@@ -163,7 +163,7 @@ class Peers:
         It does so on a thread: inside torch no Ctrl-C gets to it, and no timeout if the rendezvous is out of reach.
         """
         assert self.group is not None, "there are other ranks"
-        timeout, device = timeout_of(self.group), self._device
+        timeout, device = group_timeout(self.group), self._device
         outcome: futures.Future[Result] = futures.Future()
         thread = threading.Thread(target=_fulfil, args=(outcome, call, device), name="thinwire-reach", daemon=True)
         try:
@@ -197,14 +197,3 @@ def _refuse_forgotten_group() -> None:
             f"WORLD_SIZE={world_size}, but torch.distributed is not initialised: call "
             "torch.distributed.init_process_group() before making the optimizer, or unset WORLD_SIZE to train alone"
         )
-
-
-def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:
-    """How long members of a group wait for each other, if that can be told."""
-    # new_group() forgets the timeout that the user gave to init_process_group(); only the backend remembers it.
-    for device in group._device_types:
-        try:
-            return group._get_backend(device).options._timeout
-        except (RuntimeError, AttributeError):
-            continue
-    return None

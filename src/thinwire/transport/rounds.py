@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire._torch_compat import all_gather, all_to_all
 from thinwire.kernels.ops import Kernels
 from thinwire.metrics import Meter
 from thinwire.transport import packet
@@ -47,12 +48,11 @@ class Members:
 
     def scatter(self, rows: Tensor, into: Tensor) -> None:
         """Give every member its row, and get one from each."""
-        self._do(lambda: self._connection.group.alltoall_base(into.view(-1), rows.view(-1), [], []))
+        self._do(lambda: all_to_all(self._connection.group, into.view(-1), rows.view(-1)))
 
     def gather(self, rows: Tensor) -> None:
         """Give every member the row that is this one's, and get theirs."""
-        # The group's own method, as the public function has another name from torch to torch.
-        self._do(lambda: self._connection.group._allgather_base(rows.view(-1), rows[self.own]))
+        self._do(lambda: all_gather(self._connection.group, rows.view(-1), rows[self.own]))
 
     def _do(self, collective: Callable[[], dist.Work | None]) -> None:
         try:

@@ -18,6 +18,7 @@ from typing import NoReturn
 
 from torch import Tensor
 
+from thinwire._torch_compat import group_timeout
 from thinwire.errors import CorruptPacket, PeerLost
 from thinwire.kernels.ops import Kernels
 from thinwire.transport.buffers import Frame, PacketBuffers
@@ -26,7 +27,6 @@ from thinwire.transport.device_node import DeviceNode
 from thinwire.transport.exchange import Job
 from thinwire.transport.lanes import AnyNode, Channel, EncodeMean, Link, Presence, Transport, encode_means
 from thinwire.transport.layout import Layout
-from thinwire.transport.peers import timeout_of
 from thinwire.transport.report import Findings, Report
 from thinwire.transport.rounds import Rounds
 from thinwire.transport.streams import Mark, Streams, streams_of, wait_for
@@ -86,7 +86,7 @@ class StreamTransport(Transport):
 
     def __init__(self, link: Link, side: Side) -> None:
         super().__init__(link)
-        self._timeout = timeout_of(link.connections[0].group) if link.connections else None
+        self._timeout = group_timeout(link.connections[0].group) if link.connections else None
         self._side = side
         self._trip: _Trip | None = None
         self.present: list[int] = []

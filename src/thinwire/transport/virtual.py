@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire._torch_compat import PythonProcessGroup
 from thinwire.errors import PeerLost
 from thinwire.transport.connections import Connection
-from thinwire.transport.memory import HOST
 from thinwire.transport.peers import Peers, here
 
 
@@ -201,7 +201,7 @@ class VirtualPeers(Peers):
         return Connection(VirtualGroup(self.world, own, len(members), self.rank, (*members, name)))
 
 
-class VirtualGroup(dist.ProcessGroup):
+class VirtualGroup(PythonProcessGroup):
     """Some of the workers, as one of them sees them: as much of a process group as messages need.
 
     Args:
@@ -213,18 +213,11 @@ class VirtualGroup(dist.ProcessGroup):
     """
 
     def __init__(self, world: _World, own: int, size: int, worker: int, name: Hashable) -> None:
-        super().__init__(own, size)  # pyright: ignore[reportCallIssue]  (its stub knows another constructor only)
+        super().__init__(own, size)
         self._world = world
         self._own = own
         self._worker = worker
         self._name = name
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [HOST]
-
-    def _get_backend(self, device: torch.device) -> Any:
-        return self
 
     def name(self) -> str:
         """As a backend it is one of its own."""

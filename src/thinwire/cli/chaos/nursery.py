@@ -15,11 +15,9 @@ import socket
 import sys
 from collections.abc import Callable
 
+from thinwire._torch_compat import IMPORTED_BY_OPTIMIZERS
 from thinwire.cli.chaos.worker import LONGEST_REPORT, Line, Orders, main
 from thinwire.testbed.launcher import die_with
-
-# Making any torch optimizer imports it, and that takes over a second.
-_IMPORTED_LATE = "torch._dynamo"
 
 
 def serve(control: socket.socket) -> tuple[Orders, Line] | None:
@@ -46,7 +44,7 @@ def serve(control: socket.socket) -> tuple[Orders, Line] | None:
 
 def run(play: Callable[[Orders, Line], None]) -> None:
     """Be the nursery of ranks that `play`."""
-    importlib.import_module(_IMPORTED_LATE)
+    importlib.import_module(IMPORTED_BY_OPTIMIZERS)
     # What all of them have in common is not theirs to collect: at its exit each would copy and go through all of it,
     # for a second of a core that the others need.
     gc.collect()
