@@ -1,7 +1,7 @@
-# A fresh clone needs Python >= 3.10 and a C++ compiler; `make demo` and `make test` do the rest.
-# Other interpreter: make PYTHON=python3.12 test. Arguments for the command: make demo ARGS="--help".
-# Tests run in JOBS processes, of which half wait for their ranks at any time: make JOBS=12 test on 8 cores, JOBS=0 for one
-# after another.
+# A fresh clone needs Python >= 3.10 and a C++ compiler; `make demo` and `make test` install everything else.
+# Another interpreter: make PYTHON=python3.12 test. Arguments for the command: make demo ARGS="--help".
+# Tests run in JOBS processes, about half of which wait for their ranks: make JOBS=12 test on 8 cores; JOBS=0 runs one
+# test after another.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -17,9 +17,9 @@ installed := $(VENV)/.installed
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-install: $(installed) ## make .venv with thinwire (editable), its command line and everything the tests need
+install: $(installed) ## create .venv with thinwire (editable), its command line and all tools for tests
 
-# The stamp makes a second `make` instant, and a changed kernel or dependency count.
+# The stamp file makes a second `make` instant. A changed kernel or dependency installs again.
 $(installed): pyproject.toml CMakeLists.txt constraints.txt $(wildcard csrc/*)
 	test -x $(bin)/python || $(PYTHON) -m venv $(VENV)
 	$(bin)/python -m pip install --constraint constraints.txt --editable ".[cli,dev]"
@@ -32,27 +32,27 @@ bench: $(installed) ## measure the kernels, and the exchange between 4 local ran
 	$(bin)/thinwire bench kernels $(ARGS)
 	$(bin)/thinwire bench exchange --ranks 4 $(ARGS)
 
-test: lint sanitize ## everything that decides: lint, types, layers, memory, tests
+test: lint sanitize ## run all checks: lint, types, import layers, sanitizers, tests
 	$(bin)/pytest --numprocesses $(JOBS) $(ARGS)
 
-lint: $(installed) ## style, types, and who may import whom
+lint: $(installed) ## check style, types and import layers
 	$(bin)/ruff check
 	$(bin)/ruff format --check
 	$(bin)/pyright
 	$(bin)/lint-imports
 
-# Python itself is not built with the sanitizers, so they are loaded before it, and libstdc++ with them: they look for its
-# exceptions when they start. Their words go past pytest, which would lose them with the process.
+# Python itself is not built with the sanitizers, so they are preloaded, together with libstdc++, whose exceptions they
+# intercept at start. pytest must not capture their output: it would be lost with the process.
 sanitized := build/sanitize
 preloaded = $(foreach library,libasan.so libstdc++.so,$(shell $(CXX) -print-file-name=$(library)))
 under_sanitizers = THINWIRE_NATIVE_LIBRARY=$(sanitized)/_native.so LD_PRELOAD="$(preloaded)" \
   ASAN_OPTIONS=detect_leaks=0:detect_stack_use_after_return=0:quarantine_size_mb=16 UBSAN_OPTIONS=print_stacktrace=1
-# Left out: what runs no kernel, what looks beyond tensors (which end where their memory ends here), and what takes long
-# for reasons that have nothing to do with memory.
+# Left out: tests that run no kernel, tests that look beyond the end of a tensor, and slow tests that say nothing about
+# memory.
 left_out := reference or triton or every_backend or padding or sampled_alike or unbiased or balanced or share_a_column
 checked_tests = tests/unit/test_sanitizers.py $(wildcard tests/unit/test_kernels*.py)
 
-sanitize: $(installed) ## run the kernels' tests and fuzz them, with every access checked by ASan and UBSan (needs GCC)
+sanitize: $(installed) ## run the kernel tests and a short fuzz under ASan and UBSan (needs GCC)
 	CXX="$(CXX)" $(bin)/cmake -S . -B $(sanitized) -G Ninja -D CMAKE_MAKE_PROGRAM=$(abspath $(bin))/ninja \
 	  -D THINWIRE_SANITIZE=ON
 	$(bin)/cmake --build $(sanitized)
@@ -63,10 +63,10 @@ sanitize: $(installed) ## run the kernels' tests and fuzz them, with every acces
 docs: $(installed) ## build the documentation into build/site; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(bin)/mkdocs build --strict --quiet
 
-format: $(installed) ## rewrite the sources in the house style
+format: $(installed) ## fix and format the sources with ruff
 	$(bin)/ruff check --fix
 	$(bin)/ruff format
 
-clean: ## remove what was built; .venv keeps its downloads
+clean: ## remove build products; .venv stays
 	rm -rf build dist src/thinwire/kernels/_native.so $(installed) .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find src tests examples benchmarks -type d -name __pycache__ -prune -exec rm -rf {} +
