@@ -198,10 +198,10 @@ class _Attachment:
             self._optimizer._encode_early(position, self._scale())
         elif 0 < expected < seen:
             raise RuntimeError(
-                f"parameter {self._names[p]!r} got a gradient {seen} times since the last step. Before, {expected} "
-                "times was the most, so its gradient was sent already. Run all but the last backward of a step under "
-                "no_sync(); call step() after every other backward, even if gradients are not finite (all ranks then "
-                "skip the step); or attach with overlap=False"
+                f"parameter {self._names[p]!r} got a gradient {seen} times since the last step, but {expected} times "
+                "before, so it was sent already. Run all but the last backward of a step under no_sync(); call step() "
+                "after every other backward, even if gradients are not finite (all ranks then skip the step); or "
+                "attach with overlap=False"
             )
 
     def _scale(self) -> Scale:

@@ -267,7 +267,7 @@ def test_other_ranks_need_the_files_of_all(how: str, tmp_path: Path) -> None:
     for error in run_ranks_expecting_errors(on_machines, 2, tmp_path, load, {"on_mismatch": how}):
         assert error.type_name == "CorruptCheckpoint"
         assert "machine0/000002-step-2 lacks rank-00002.pt, rank-00003.pt" in error.message
-        assert "copy their rank-….pt together" in error.message
+        assert "copy all rank-….pt files into each of them" in error.message
 
 
 def go_on_with(rank: int, world_size: int, path: Path, case: Case, how: str) -> tuple[Any, list[str], str]:
