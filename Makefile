@@ -18,9 +18,9 @@ not_long := -m "not long" --hypothesis-profile=repeatable
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-install: $(installed) ## make .venv with thinwire (editable), its command line and everything the tests need
+install: $(installed) ## create .venv with thinwire (editable), its command line and all tools for tests
 
-# The stamp makes a second `make` instant, and a changed kernel or dependency count.
+# The stamp file makes a second `make` instant. A changed kernel or dependency installs again.
 $(installed): pyproject.toml CMakeLists.txt constraints.txt $(wildcard csrc/*)
 	test -x $(bin)/python || $(PYTHON) -m venv $(VENV)
 	$(bin)/python -m pip install --constraint constraints.txt --editable ".[cli,dev]"
@@ -90,7 +90,7 @@ sanitize: $(installed) ## test and fuzz the kernels with every memory access che
 docs: $(installed) ## build the documentation into build/site; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(bin)/mkdocs build --strict --quiet
 
-format: $(installed) ## rewrite the sources in the house style
+format: $(installed) ## fix and format the sources with ruff
 	$(bin)/ruff check --fix
 	$(bin)/ruff format
 

@@ -1,10 +1,9 @@
-"""What steps cost on GPUs, on paper: bytes of device memory, kernel time, network time, and where compression stops to
-pay.
+"""A roofline model of steps on GPUs: bytes of device memory, kernel time, network time, and when compression pays.
 
 python -m benchmarks.roofline
 python -m benchmarks.roofline --markdown      # the tables of docs/gpu-roofline.md
 
-Nothing is measured here: it follows from `benchmarks.roofline_kernels`, the layout of two models, and the constants
+Nothing is measured. All numbers follow from `benchmarks.roofline_kernels`, the layouts of two models, and the constants
 below.
 """
 
@@ -23,20 +22,20 @@ from thinwire.transport.layout import WORD, Layout, bucket_elements
 from thinwire.transport.packet import HEADER_BYTES
 
 PEAKS = {"A100": 2039e9, "H100": 3350e9}
-"""Bytes a second of device memory, from NVIDIA's data sheets: A100 80GB SXM and H100 SXM."""
+"""Bytes per second of device memory, from NVIDIA's data sheets: A100 80GB SXM and H100 SXM."""
 ATTAINED = 0.85
-"""Which part of the peak a kernel that does nothing but stream is assumed to reach."""
+"""The assumed part of the peak that a kernel reaches if it only streams memory."""
 LINKS = {"10 Gbit/s": 10e9, "100 Gbit/s": 100e9}
-SECONDS_A_TILE = 20e-9
-"""Assumed for one turn of the loop that adds the sums of tiles in their order."""
+SECONDS_PER_TILE = 20e-9
+"""Assumed for one iteration of the loop that adds the sums of tiles in order."""
 INTEGER_RATES = {"A100": 9.75e12, "H100": 16.7e12}
-"""32-bit integer instructions a second: half of the peak that NVIDIA's white papers have, which counts two in one."""
+"""32-bit integer instructions per second: half of the peak of NVIDIA's white papers, which count each twice."""
 CHECKSUM_INSTRUCTIONS = 32 * 7
-"""About, for the 4 bytes of a word: a product of polynomials takes 32 turns."""
+"""Approximately, per 4 bytes: a product of polynomials takes 32 iterations."""
 LAUNCH_SECONDS = (5e-6, 10e-6)
-"""What starting a kernel takes the host, from and to."""
-_VERDICT_BYTES = 2 * HEADER_BYTES
-"""Of the word at the end of an exchange, to each of the others."""
+"""The time of the host to launch a kernel: least and most."""
+_COMMIT_BYTES = 2 * HEADER_BYTES
+"""Of a message of the commit round, to each other rank."""
 
 # Models ---------------------------------------------------------------------------------------------------------------
 
@@ -50,7 +49,7 @@ class Model:
 
     @property
     def elements(self) -> int:
-        """How many parameters it has."""
+        """The number of parameters."""
         return sum(self.numels)
 
     @functools.cached_property
@@ -60,7 +59,7 @@ class Model:
 
     @functools.cached_property
     def longest_runs(self) -> list[int]:
-        """For every part, the tiles of its longest run: runs are added up at the same time, a run's tiles are not."""
+        """For every part, the tiles of its longest run. Runs are summed in parallel, the tiles of a run are not."""
         longest: list[int] = []
         for slot in self.layout.slots:
             for _, pieces in itertools.groupby(self.layout.pieces(slot), key=lambda piece: piece.bucket):
@@ -69,7 +68,7 @@ class Model:
 
     @functools.cached_property
     def longest_owned_runs(self) -> list[int]:
-        """The same for every bucket, of the runs in the worst of its shards."""
+        """For every bucket, the tiles of the longest run in any of its shards."""
         longest = [0] * len(self.layout.buckets)
         for slot in self.layout.slots:
             for piece in self.layout.pieces(slot):
@@ -78,7 +77,7 @@ class Model:
 
 
 def _transformer(*, layers: int, width: int, tables: Sequence[int], tensors_of_qkv: int) -> list[int]:
-    """Embeddings of so many rows, a norm, and layers of the usual shape; weights and biases."""
+    """The parameters of a transformer: embedding tables with these numbers of rows, a norm, and layers with biases."""
     norm = [width, width]
     qkv = [3 * width * width // tensors_of_qkv, 3 * width // tensors_of_qkv] * tensors_of_qkv
     layer = [*qkv, width * width, width, *norm, 4 * width * width, 4 * width, 4 * width * width, width, *norm]
@@ -92,35 +91,35 @@ MODELS = (
 """BERT-base without its pooler, and GPT-3 XL."""
 
 
-# What follows from them -----------------------------------------------------------------------------------------------
+# Costs ----------------------------------------------------------------------------------------------------------------
 
 
 def moved(method: Method, form: Form) -> tuple[float, float]:
-    """Bytes read and written a parameter and step."""
+    """Bytes read and written per parameter and step."""
     kernels = method.kernels(form)
     return sum(kernel.read for kernel in kernels), sum(kernel.written for kernel in kernels)
 
 
 def kernel_seconds(method: Method, form: Form, model: Model, gpu: str) -> float:
-    """As if all kernels of a step were bound by memory."""
+    """The time of all kernels of a step if they are bound by memory."""
     return sum(moved(method, form)) * model.elements / (ATTAINED * PEAKS[gpu])
 
 
 def sum_seconds(method: Method, form: Form, model: Model) -> float:
-    """What the loops take that add up sums in their order, one launch after the other; several sums go together."""
+    """The time of the loops that add sums in order, one launch after another. One loop adds all sums of a kernel."""
     tiles = {"part": model.longest_runs, "bucket": model.longest_owned_runs}
     kernels = [kernel for kernel in method.kernels(form) if kernel.sums]
-    return SECONDS_A_TILE * sum(kernel.often * sum(tiles[kernel.each]) for kernel in kernels)
+    return SECONDS_PER_TILE * sum(kernel.often * sum(tiles[kernel.each]) for kernel in kernels)
 
 
 def checksum_seconds(method: Method, form: Form, model: Model, gpu: str) -> float:
-    """What checksums take that are bound by arithmetic."""
+    """The time of checksums, which are bound by arithmetic."""
     words = sum(kernel.read / FLOAT for kernel in method.kernels(form) if kernel.name in CHECKSUMS)
     return words * model.elements * CHECKSUM_INSTRUCTIONS / INTEGER_RATES[gpu]
 
 
 def launches(method: Method, form: Form, model: Model) -> float:
-    """Of a step; sums take one more."""
+    """The launches of a step. A kernel with sums takes one more."""
     buckets = len(model.layout.buckets)
     times = {"part": len(model.longest_runs), "shard": WORKERS * buckets, "bucket": buckets, "model": 1}
     kernels = method.kernels(form)
@@ -128,18 +127,18 @@ def launches(method: Method, form: Form, model: Model) -> float:
 
 
 def spent_seconds(method: Method, form: Form, model: Model, gpu: str) -> float:
-    """Of the optimizer alone: what the device takes, or the host that starts its kernels, at its slowest, if more."""
+    """The time of the optimizer alone: that of the device, or that of the host with the slowest launches if longer."""
     on_device = kernel_seconds(method, form, model, gpu) + checksum_seconds(method, form, model, gpu)
     on_device += sum_seconds(method, form, model)
     return max(on_device, launches(method, form, model) * LAUNCH_SECONDS[1])
 
 
 def wire_bytes(method: Method, layout: Layout) -> float:
-    """What a rank sends in a step, headers of packets included."""
+    """Bytes that a rank sends in a step, headers included."""
     if method.payload is None:
         return 0.0
     payload = method.payload(Layout([WORD], WORKERS, WORD))
-    sent = _VERDICT_BYTES * (WORKERS - 1)
+    sent = _COMMIT_BYTES * (WORKERS - 1)
     for bucket in layout.buckets:
         words = [to(bucket.shard_words) - (-len(bucket.slots) // WORD) for to in (payload.up_words, payload.down_words)]
         sent += (WORKERS - 1) * (2 * HEADER_BYTES + WORD_BYTES * sum(words))
@@ -147,7 +146,7 @@ def wire_bytes(method: Method, layout: Layout) -> float:
 
 
 def all_reduce_bytes(elements: int, of_each: float) -> float:
-    """What a rank sends in DDP's all-reduce around a ring."""
+    """Bytes that a rank sends in DDP's ring all-reduce."""
     return 2 * (WORKERS - 1) / WORKERS * of_each * elements
 
 
@@ -163,7 +162,7 @@ class Table:
     rows: Sequence[Sequence[str]]
 
     def markdown(self) -> str:
-        """As GitHub renders it."""
+        """The table in GitHub's Markdown."""
         lines = [self.header, ["---"] + ["---:"] * (len(self.header) - 1), *self.rows]
         return "\n".join([f"### {self.title}", "", *(f"| {' | '.join(cells)} |" for cells in lines)])
 
@@ -174,7 +173,7 @@ ALL_REDUCES = {"DDP, fp32": FLOAT, "DDP, bf16": 2.0}
 
 
 def tables() -> list[Table]:
-    """All that there is to say."""
+    """All tables, in the order of the page."""
     return [
         _bytes_table(),
         _time_table(),
@@ -196,7 +195,7 @@ def _bytes_table() -> Table:
             cells += [f"{read:.2f}", f"{written:.2f}", f"{read + written:.2f}", f"{ratio:.2f}"]
         rows.append([name, *cells])
     heads = [f"{form.name}: {what}" for form in FORMS for what in ("read", "written", "sum", "AdamW = 1")]
-    return Table("Bytes of device memory a parameter and step", ["", *heads], rows)
+    return Table("Bytes of device memory per parameter and step", ["", *heads], rows)
 
 
 def _time_table() -> Table:
@@ -206,7 +205,7 @@ def _time_table() -> Table:
         [name, *(_ms(kernel_seconds(method, form, model, gpu)) for form, model, gpu in cases)]
         for name, method in METHODS.items()
     ]
-    return Table(f"Kernel time in ms a step, at {ATTAINED:.0%} of the memory's peak", ["", *heads], rows)
+    return Table(f"Kernel time in ms per step, at {ATTAINED:.0%} of peak memory bandwidth", ["", *heads], rows)
 
 
 def _overhead_table() -> Table:
@@ -219,9 +218,9 @@ def _overhead_table() -> Table:
             checksums = [_ms(checksum_seconds(method, form, model, gpu)) for gpu in PEAKS]
             cells += [f"{count:,.0f}", f"{low} to {high}", _ms(sum_seconds(method, form, model)), *checksums]
         rows.append([name, *cells])
-    what = ("launches", "host time of them", "sums in order", *(f"checksums, {gpu}" for gpu in PEAKS))
+    what = ("launches", "host time of launches", "sums in order", *(f"checksums, {gpu}" for gpu in PEAKS))
     heads = [f"{model.name}: {each}" for model in MODELS for each in what]
-    return Table("Besides, in ms a step: launches, sums in order, and checksums", ["", *heads], rows)
+    return Table("In addition, in ms per step: launches, sums in order, and checksums", ["", *heads], rows)
 
 
 def _network_table() -> Table:
@@ -234,9 +233,9 @@ def _network_table() -> Table:
             less = [f"{sent[dense][i] / size:.1f}" for dense in ALL_REDUCES]
             cells += [f"{size / 1e6:,.2f}", *(_ms(8 * size / rate) for rate in LINKS.values()), *less]
         rows.append([name, *cells])
-    what = ["MB", *(f"ms at {link}" for link in LINKS), *(f"{dense} = 1, over it" for dense in ALL_REDUCES)]
+    what = ["MB", *(f"ms at {link}" for link in LINKS), *(f"factor to {dense}" for dense in ALL_REDUCES)]
     heads = [f"{model.name}: {each}" for model in MODELS for each in what]
-    return Table(f"What a rank of {WORKERS} sends a step", ["", *heads], rows)
+    return Table(f"Bytes that one of {WORKERS} ranks sends per step", ["", *heads], rows)
 
 
 def _ratio_table(form: Form) -> Table:
@@ -251,7 +250,7 @@ def _ratio_table(form: Form) -> Table:
             cells.append(f"{dense / ours:.1f}")
         rows.append([name, *cells])
     heads = [f"{model.name}, {gpu}, {link}" for model, gpu, (link, _) in cases]
-    title = f"Times faster than DDP + AdamW with {form.name} gradients, network and optimizer only, nothing hidden"
+    title = f"Speed relative to DDP + AdamW with {form.name} gradients: network and optimizer only, no overlap"
     return Table(title, ["", *heads], rows)
 
 
@@ -265,9 +264,9 @@ def _break_even_table(form: Form) -> Table:
             times = (kernel_seconds(method, form, model, gpu), spent_seconds(method, form, model, gpu))
             cells += [f"{8 * saved / each / 1e9:,.0f}" if saved > 0 else "never" for each in times]
         rows.append([name, *cells])
-    what = ("memory alone", "all")
+    what = ("memory only", "all")
     heads = [f"{model.name}, {gpu}, {each}" for (model, gpu), each in itertools.product(cases, what)]
-    title = f"Pays below, in Gbit/s: where kernel time is the wire time saved, against {form.name} gradients"
+    title = f"Break-even in Gbit/s: kernel time equals the network time saved, relative to {form.name} gradients"
     return Table(title, ["", *heads], rows)
 
 
@@ -280,8 +279,8 @@ def _kernel_tables() -> Iterator[Table]:
             operands = [_operands(wide.reads, narrow.reads), _operands(wide.writes, narrow.writes)]
             sizes = [f"{kernel.read + kernel.written:.3f}" for kernel in (wide, narrow)]
             rows.append([wide.name, *operands, str(wide.sums or ""), f"{wide.share:.4g}", *sizes])
-        header = ["", "reads", "writes", "sums", "of the model", *(f"{form.name}: bytes" for form in FORMS)]
-        yield Table(f"{name}, kernel by kernel", header, rows)
+        header = ["", "reads", "writes", "sums", "part of the model", *(f"{form.name}: bytes" for form in FORMS)]
+        yield Table(f"{name}: kernels", header, rows)
 
 
 DETAILED = (
@@ -294,11 +293,11 @@ DETAILED = (
     "1-bit LAMB",
     "CD-Adam",
 )
-"""Others differ from these in the bytes of a state, or as bits and majorities in the name of a kernel only."""
+"""The methods whose kernels are listed. Others differ only in the bytes of a state or in the name of a kernel."""
 
 
 def _operands(wide: Bytes, narrow: Bytes) -> str:
-    """Names and bytes an element, of both forms where they differ; bf16's has all names."""
+    """Names and bytes per element, for both forms if they differ. The bf16 form has all names."""
     return ", ".join(f"{name} {_either(wide.get(name, 0.0), size)}" for name, size in narrow.items())
 
 
@@ -311,18 +310,18 @@ def _ms(seconds: float) -> str:
 
 
 def markdown() -> str:
-    """All tables, as they stand at the end of docs/gpu-roofline.md."""
+    """All tables, as at the end of docs/gpu-roofline.md."""
     return "\n\n".join(table.markdown() for table in tables())
 
 
 def main() -> None:
     """Print all tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--markdown", action="store_true", help="as docs/gpu-roofline.md has them")
+    parser.add_argument("--markdown", action="store_true", help="print the tables of docs/gpu-roofline.md")
     if parser.parse_args().markdown:
         print(markdown())
         return
-    from rich import table as rich_table  # of the extra "cli", which --markdown does without
+    from rich import table as rich_table  # in the extra "cli", which --markdown does not need
     from rich.console import Console
 
     for table in tables():

@@ -1,11 +1,11 @@
-"""Save now and then, and go on from there after a crash, as if nothing had happened.
+"""Save checkpoints, and resume from the last one after a crash, with the same result to the bit.
 
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1    # or new workers may ask for the addresses of dead ones
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1    # or restarted workers may try to connect to dead ones
 torchrun --nproc-per-node 2 --max-restarts 3 examples/resume.py --directory checkpoints --crash-at 130
 
-A worker kills itself at step 130, once. torchrun starts all of them again, they find the checkpoint of step 100, and
-end with the parameters of a run without a crash. Give it a directory of its own: the next run with the same one goes
-on where this one has ended.
+A worker kills itself at step 130, once. torchrun restarts all workers. They load the checkpoint of step 100 and end
+with the parameters of a run without a crash. Use a new directory for each run: a run resumes from the checkpoints that
+it finds.
 """
 
 import argparse
@@ -24,12 +24,12 @@ from thinwire import checkpoint
 
 
 def main() -> None:
-    """Train from the last checkpoint, or from scratch, to the end."""
+    """Train to the end, from the last checkpoint if there is one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--directory", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--save-every", type=int, default=50)
-    parser.add_argument("--crash-at", type=int, help="the step at which a worker kills itself, the first time")
+    parser.add_argument("--crash-at", type=int, help="the step at which a worker kills itself, once")
     arguments = parser.parse_args()
     dist.init_process_group("gloo")
 
@@ -38,15 +38,15 @@ def main() -> None:
     optimizer = thinwire.Birder(model.parameters(), lr=2e-3)
     thinwire.attach(model, optimizer)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=arguments.steps)
-    torch.manual_seed(dist.get_rank())  # for dropout: a checkpoint has the state of these random numbers, too
+    torch.manual_seed(dist.get_rank())  # for dropout; checkpoints contain the random states
 
     start = 0
-    # All ranks take part, and each gets back what it had: what an optimizer of thinwire keeps is a rank's own.
+    # All ranks call load, and each restores its own optimizer state.
     found = checkpoint.load(arguments.directory, model, optimizer)
     if found is not None:
         start = found.step
         schedule.load_state_dict(found.extra["schedule"])
-    say(f"from step {start}")
+    log(f"from step {start}")
 
     loss = torch.tensor(float("nan"))
     for step in range(start, arguments.steps):
@@ -61,9 +61,9 @@ def main() -> None:
         if (step + 1) % arguments.save_every == 0:
             extra = {"schedule": schedule.state_dict()}
             path = checkpoint.save(arguments.directory, model, optimizer, step + 1, extra=extra, keep=2)
-            say(f"saved {path}")
+            log(f"saved {path}")
 
-    say(f"step {arguments.steps}  loss {loss.item():.4f}  parameters {fingerprint(model)}")
+    log(f"step {arguments.steps}  loss {loss.item():.4f}  parameters {fingerprint(model)}")
     dist.destroy_process_group()
 
 
@@ -75,20 +75,20 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def first_start() -> bool:
-    """Whether torchrun has not had to start the workers again."""
+    """Whether torchrun has not restarted the workers yet."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Equal exactly when all parameters are, to the bit."""
+    """A hash of all parameters."""
     digest = hashlib.sha256()
     for p in model.parameters():
         digest.update(p.detach().numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
-def say(line: str) -> None:
-    """Print it once, not on every rank."""
+def log(line: str) -> None:
+    """Print on rank 0 only."""
     if dist.get_rank() == 0:
         print(line, flush=True)
 

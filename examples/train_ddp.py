@@ -1,4 +1,4 @@
-"""DistributedDataParallel with Birder in the place of AdamW: two lines change, the loop does not.
+"""DistributedDataParallel with Birder instead of AdamW: three lines change, the training loop does not.
 
 torchrun --nproc-per-node 2 examples/train_ddp.py
 """
@@ -17,13 +17,13 @@ FEATURES, CLASSES, BATCH = 32, 10, 128
 
 
 def teacher() -> nn.Module:
-    """The labels' origin: a fixed random network, the same on all ranks."""
+    """A fixed random network that produces the labels, the same on all ranks."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, CLASSES)).requires_grad_(False)
 
 
 def batches(steps: int, rank: int) -> list[tuple[Tensor, Tensor]]:
-    """A rank's share of the data. Equally many batches on all: a rank without a batch could not vote."""
+    """The data of a rank. All ranks need equally many batches, because every step needs all ranks."""
     labels_of = teacher()
     generator = torch.Generator().manual_seed(1 + rank)
     inputs = (torch.randn(BATCH, FEATURES, generator=generator) for _ in range(steps))
@@ -31,7 +31,7 @@ def batches(steps: int, rank: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def main() -> None:
-    """Train, and tell what it cost."""
+    """Train, and print how many bytes were sent."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=300)
     steps = parser.parse_args().steps
@@ -42,8 +42,8 @@ def main() -> None:
     net = nn.Sequential(nn.Linear(FEATURES, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, CLASSES))
     model = DDP(net)
     opt = thinwire.Birder(model.parameters(), lr=1e-3, weight_decay=0.01)
-    thinwire.attach(model, opt)  # DDP no longer averages gradients; their bits travel while backward runs
-    # Every step moves a parameter by lr whatever its gradient, so only a falling lr lets training settle.
+    thinwire.attach(model, opt)  # DDP no longer averages; thinwire sends bits while backward runs
+    # Every step moves every element by lr, whatever its gradient. Only a falling lr lets training settle.
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opt, T_max=steps)
 
     for step, (inputs, labels) in enumerate(batches(steps, rank)):
@@ -58,7 +58,7 @@ def main() -> None:
     if rank == 0:
         sent = opt.metrics().bytes_sent / steps
         dense = 2 * (world_size - 1) / world_size * 4 * sum(p.numel() for p in net.parameters())
-        print(f"sent {sent:,.0f} bytes a step; an all-reduce of fp32 gradients sends {dense:,.0f}")
+        print(f"sent {sent:,.0f} bytes per step; an all-reduce of fp32 gradients sends {dense:,.0f}")
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""Birder without DDP: `step()` exchanges by itself. Right for models that DDP does not fit, and for one process.
+"""Birder without DDP: `step()` exchanges by itself. For models that DDP does not support, and for one process.
 
 torchrun --nproc-per-node 2 examples/without_ddp.py
 python examples/without_ddp.py
@@ -21,12 +21,12 @@ def points(generator: torch.Generator) -> tuple[Tensor, Tensor]:
     return x, torch.sin(3 * x) + 0.05 * torch.randn(BATCH, 1, generator=generator)
 
 
-def same_everywhere(model: nn.Module) -> bool:
+def equal_on_all_ranks(model: nn.Module) -> bool:
     """Whether all ranks hold the same parameters, to the bit."""
-    mine = nn.utils.parameters_to_vector(model.parameters()).detach().view(torch.int32)
-    everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyones, mine)
-    return all(torch.equal(mine, other) for other in everyones)
+    own = nn.utils.parameters_to_vector(model.parameters()).detach().view(torch.int32)
+    all_ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(all_ranks, own)
+    return all(torch.equal(own, other) for other in all_ranks)
 
 
 def main() -> None:
@@ -39,8 +39,8 @@ def main() -> None:
         dist.init_process_group("gloo")
     rank = dist.get_rank() if dist.is_initialized() else 0
 
-    # DDP would broadcast the weights of rank 0. Here it is up to us that all ranks start from the same ones: thinwire
-    # sends steps, never weights.
+    # DDP would broadcast the weights of rank 0. Without it all ranks must start from the same weights, because thinwire
+    # never sends weights.
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(1, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
     opt = thinwire.Birder(model.parameters(), lr=2e-3, weight_decay=0.0)
@@ -61,9 +61,9 @@ def main() -> None:
             print(f"step {step:4d}  loss {total:.4f}")
 
     if dist.is_initialized():
-        same = same_everywhere(model)
+        equal = equal_on_all_ranks(model)
         if rank == 0:
-            print(f"the same parameters on all ranks, to the bit: {same}")
+            print(f"parameters are equal on all ranks, to the bit: {equal}")
         dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""Train over thin wires: optimizers for PyTorch data parallelism that send one bit a parameter instead of 32.
+"""Train over thin wires: optimizers for PyTorch data parallelism that send one bit per parameter instead of 32.
 
 Example::
 

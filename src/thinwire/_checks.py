@@ -1,12 +1,11 @@
-"""What arguments are checked for in more than one place."""
+"""Argument checks that several modules share."""
 
 from __future__ import annotations
 
+INT64_MAX = 2**63 - 1
+"""The largest int64: an upper bound for counts that end up in tensors and files."""
+
 
 def is_integer(value: object, low: int, high: int) -> bool:
-    """Whether a value is an integer from `low` to `high`, and not a bool, which Python takes for one."""
+    """Whether a value is an integer from `low` to `high`. A bool is not accepted, although it is an int in Python."""
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
-
-
-MANY = 2**63 - 1
-"""More than anybody counts to."""

@@ -1,7 +1,7 @@
-"""What can go wrong with other ranks and with files, in a form that programs can tell apart.
+"""Exceptions for failures of other ranks and of files, one class per kind, so that programs can tell them apart.
 
-All of them are RuntimeErrors. `PeerLost` and `CorruptPacket` are final for the optimizer that raises them: ranks may
-have parted, so go on from a checkpoint, in new processes.
+All of them are RuntimeErrors. After `PeerLost` or `CorruptPacket` the optimizer cannot be used again, because replicas
+may have diverged: resume from a checkpoint in new processes.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from collections.abc import Sequence
 
 
 class PeerLost(RuntimeError):
-    """A rank is dead, frozen or out of reach; or it has lost somebody itself, and given up.
+    """Another rank is dead, frozen or unreachable, or it stopped because it lost a rank itself.
 
-    Ranks are counted within the optimizer's process group.
+    Ranks are those of the optimizer's process group.
 
     Args:
-        stage: what was waited for.
-        cause: what the backend said of it.
-        step: the step under way, if there is one.
-        bucket: the bucket, if it was one's.
-        ranks: those that were waited for, as far as they are known.
+        stage: what this rank was waiting for.
+        cause: the error of the backend.
+        step: the current step, if there is one.
+        bucket: the bucket, if the wait was for one.
+        ranks: the ranks that this rank was waiting for, as far as they are known.
     """
 
     secondhand = False
-    """Whether all that is known is that another wait of this process has failed."""
+    """Whether this error only reports that another wait of this process has failed."""
 
     def __init__(
         self,
@@ -37,18 +37,18 @@ class PeerLost(RuntimeError):
         self._cause = str(cause)
         where = [name_ranks(self.ranks)] if self.ranks else []
         where += [f"{name} {value}" for name, value in (("step", step), ("bucket", bucket)) if value is not None]
-        told = f" ({', '.join(where)})" if where else ""
-        super().__init__(f"lost a peer while waiting for {stage}{told}: {self._cause}")
+        details = f" ({', '.join(where)})" if where else ""
+        super().__init__(f"lost a peer while waiting for {stage}{details}: {self._cause}")
 
     def __reduce__(self) -> tuple[type[PeerLost], tuple[object, ...]]:
         return type(self), (self.stage, self._cause, self.step, self.bucket, self.ranks)
 
 
 class CorruptPacket(RuntimeError):
-    """A packet is not the one that was due, or not as it was sent. Raised on all ranks, before any applies anything.
+    """A packet was damaged, or it was not the packet that was due. Raised on all ranks before any applies an answer.
 
-    But for packets that do not leave a node, in a local step of `thinwire.ZeroOneAdam`: its ranks raise it, and the
-    others a `PeerLost` when they next need them.
+    There is one exception: packets inside a node, in a local step of `thinwire.ZeroOneAdam`. The ranks of that node
+    raise this error. The other ranks raise `PeerLost` when they next wait for that node.
     """
 
 
@@ -57,11 +57,11 @@ class ReplicasDiffer(RuntimeError):
 
 
 class TooManySkips(RuntimeError):
-    """Step after step had a gradient that was not finite. Raised on all ranks."""
+    """Too many steps in a row had a non-finite gradient. Raised on all ranks."""
 
 
 class CorruptCheckpoint(RuntimeError):
-    """A file of a checkpoint is missing, truncated, altered, or not what it should be. Raised on all ranks."""
+    """A file of a checkpoint is missing, truncated or altered, or has unexpected contents. Raised on all ranks."""
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""What a run has cost so far."""
+"""Counters of what a run has sent and where its time went."""
 
 from __future__ import annotations
 
@@ -8,45 +8,47 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Metrics:
-    """Totals since the optimizer was made, of this rank.
+    """Totals of this rank since its optimizer was created.
 
-    Seconds of `stage`, `apply` and `exposed_wait` are the training thread's; `node`, `vote` and `wire` are the lanes'
-    and run behind backward when the model is attached. `encode` is the training thread's in a flat topology and a
-    lane's in a hierarchical one, but for what needs a whole bucket, which is always a lane's.
+    The training thread spends the seconds of `stage`, `apply` and `exposed_wait`. Lanes spend those of `node`, `merge`
+    and `wire`; with an attached model they run at the same time as backward. `encode` runs on the training thread in a
+    flat topology and on a lane in a hierarchical one. Compressors that need a whole bucket always encode on a lane.
     """
 
     steps: int
-    """Calls of step(), skipped ones included."""
+    """Calls of `step()`, skipped steps included."""
     skipped_steps: int
-    """Steps that no rank took because a gradient on some rank was not finite."""
+    """Steps that no rank took because some rank had a non-finite gradient."""
     rounds: int
-    """Rounds of messages between workers: two a bucket, and one at the end of an exchange, that all was right."""
+    """Rounds of messages between workers: two per bucket, and one commit round per exchange."""
     bytes_sent: int
-    """Bytes given to the network for other workers, headers included."""
+    """Bytes sent to other workers, headers included."""
     bytes_received: int
+    """Bytes received from other workers, headers included."""
     node_bytes_sent: int
-    """Bytes given to other ranks of the same node; none in a flat topology, where every rank is a worker."""
+    """Bytes sent to other ranks of the same node; 0 in a flat topology, where every rank is a worker."""
     stage_seconds: float
-    """Copying gradients for the ranks of the same node."""
+    """Copying gradients for the other ranks of the node."""
     node_seconds: float
-    """Waiting for gradients and answers of ranks of the same node."""
+    """Waiting for gradients and answers from other ranks of the node."""
     encode_seconds: float
-    """Local rule, sampling and packing, or sketching."""
-    vote_seconds: float
-    """Counting and answering for the shards that this rank owns."""
+    """The local update, and compressing its result into packets."""
+    merge_seconds: float
+    """Merging packets, and encoding the answers, for the shards that this rank owns."""
     apply_seconds: float
     """Moving the parameters."""
     wire_seconds: float
-    """Waiting for packets and, for another bucket at the same time, for answers, slower ranks included. As the sum of
-    both it may exceed the time that has passed."""
+    """Waiting for packets and waiting for answers, slower ranks included. The two waits overlap for different buckets,
+    so that their sum may exceed the elapsed time."""
     exposed_wait_seconds: float
-    """Time that step() stood still for the lanes: the part of the exchange that backward did not hide."""
+    """Time for which `step()` waited for the lanes: the part of the exchange that backward did not hide."""
     mean_abs_vote: float
-    """Mean |ū| of the last step, over a sample of the shards that this rank owns: 1 when workers agree, and about
-    0.8/√n when they toss coins. NaN before the first step and where an optimizer has no votes."""
+    """Mean |ū| of the last step, over a sample of the shards that this rank owns: 1 if all workers agree, about 0.8/√n
+    if their bits are random. NaN before the first step, and for optimizers without votes."""
     contraction: float
-    """‖c - C(c)‖²/‖c‖² of the last step, c being what this rank had to tell and C(c) what it sent: 0 when all was said,
-    and 1 when nothing was. With scaled signs that is 1 - ‖c‖₁²/(d‖c‖₂²). NaN where an optimizer does not measure it."""
+    """‖c - C(c)‖²/‖c‖² of the last step, where c is this rank's message before compression and C(c) is what it sent: 0
+    if nothing was lost, 1 if everything was. With scaled signs this is 1 - ‖c‖₁²/(d‖c‖₂²). NaN for optimizers that do
+    not measure it."""
 
 
 class Stopwatch:
@@ -80,14 +82,14 @@ class Meter:
     share: Stopwatch = field(default_factory=Stopwatch)
     encode: Stopwatch = field(default_factory=Stopwatch)
     seal: Stopwatch = field(default_factory=Stopwatch)
-    vote: Stopwatch = field(default_factory=Stopwatch)
+    merge: Stopwatch = field(default_factory=Stopwatch)
     apply: Stopwatch = field(default_factory=Stopwatch)
     packets: Stopwatch = field(default_factory=Stopwatch)
     answers: Stopwatch = field(default_factory=Stopwatch)
     exposed_wait: Stopwatch = field(default_factory=Stopwatch)
 
     def read(self, *, mean_abs_vote: float, contraction: float) -> Metrics:
-        """The totals as they are now."""
+        """The current totals."""
         return Metrics(
             steps=self.steps,
             skipped_steps=self.skipped_steps,
@@ -98,7 +100,7 @@ class Meter:
             stage_seconds=self.stage.seconds,
             node_seconds=self.scatter.seconds + self.share.seconds,
             encode_seconds=self.encode.seconds + self.seal.seconds,
-            vote_seconds=self.vote.seconds,
+            merge_seconds=self.merge.seconds,
             apply_seconds=self.apply.seconds,
             wire_seconds=self.packets.seconds + self.answers.seconds,
             exposed_wait_seconds=self.exposed_wait.seconds,

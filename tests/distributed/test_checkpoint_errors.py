@@ -13,7 +13,7 @@ from torch import nn
 import thinwire
 from tests.harness import run_ranks
 from thinwire import checkpoint
-from thinwire.checkpoint._together import together
+from thinwire.checkpoint._collective import on_all_ranks
 from thinwire.transport.peers import Peers
 
 Told = tuple[str, int | None, str]
@@ -71,7 +71,7 @@ def fail_as_told(rank: int, world_size: int, errors: list[Exception | None]) -> 
             raise error
 
     try:
-        together(Peers.of(None), action)
+        on_all_ranks(Peers.of(None), action)
     except OSError as error:
         return type(error).__name__, error.errno, str(error)
     return None

@@ -142,7 +142,7 @@ def be_malicious(path: Path) -> None:
         ("rank-00001.pt", truncate, "has 100 bytes"),
         ("rank-00001.pt", alter, "has been altered"),
         ("rank-00001.pt", Path.unlink, "is missing"),
-        ("rank-00001.pt", be_malicious, "is refused by torch.load(weights_only=True)"),
+        ("rank-00001.pt", be_malicious, "is rejected by torch.load(weights_only=True)"),
         ("model.pt", alter, "has been altered"),
         ("manifest.json", truncate, "is not JSON"),
     ],
@@ -210,7 +210,7 @@ def test_a_machine_without_any_is_no_new_start(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "machine1")
     for error in run_ranks_expecting_errors(on_machines, 4, tmp_path, load, {}):
         assert error.type_name == "CorruptCheckpoint"
-        assert "no checkpoint is seen by all ranks" in error.message
+        assert "no checkpoint is visible to all ranks" in error.message
         assert "000002-step-2 on ranks 0, 1, none on ranks 2, 3" in error.message
 
 
@@ -223,7 +223,7 @@ def test_machines_with_checkpoints_of_different_runs(tmp_path: Path) -> None:
     forge(path.parent, path.name, torch.load(path, weights_only=True) | {"extra": {"something": "else"}})
     for error in run_ranks_expecting_errors(on_machines, 4, tmp_path / "a", load, {}):
         assert error.type_name == "CorruptCheckpoint"
-        assert "not the same checkpoint everywhere: manifest.json of ranks 2, 3 differs" in error.message
+        assert "not the same checkpoint on all machines: manifest.json of ranks 2, 3 differs" in error.message
 
 
 # Other ranks than saved ----------------------------------------------------------------------------------------------
@@ -267,7 +267,7 @@ def test_other_ranks_need_the_files_of_all(how: str, tmp_path: Path) -> None:
     for error in run_ranks_expecting_errors(on_machines, 2, tmp_path, load, {"on_mismatch": how}):
         assert error.type_name == "CorruptCheckpoint"
         assert "machine0/000002-step-2 lacks rank-00002.pt, rank-00003.pt" in error.message
-        assert "copy their rank-….pt together" in error.message
+        assert "copy all rank-….pt files into each of them" in error.message
 
 
 def go_on_with(rank: int, world_size: int, path: Path, case: Case, how: str) -> tuple[Any, list[str], str]:

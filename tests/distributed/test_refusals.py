@@ -295,7 +295,7 @@ def backward_once_more_than_before(rank: int, world_size: int) -> None:
         (attach_twice, "RuntimeError", r"has a communication hook already .*attach once"),
         (attach_beside_a_hook, "RuntimeError", r"has a communication hook already \(allreduce_hook\)"),
         (attach_plain_module, "TypeError", r"model is TokenNet, expected .*DistributedDataParallel"),
-        (attach_other_optimizer, "TypeError", r"optimizer is .*AdamW, expected one of thinwire's"),
+        (attach_other_optimizer, "TypeError", r"optimizer is .*AdamW, expected a thinwire optimizer"),
         (attach_some_parameters, "ValueError", r"does not hold parameter 'hidden\.bias'"),
         (attach_other_group, "ValueError", r"process group has ranks \[0, 1\], the optimizer's \[\d\]"),
         (join_the_model, "RuntimeError", r"join\(\) on a model attached to thinwire: .*equally many batches"),

@@ -29,7 +29,7 @@ import thinwire
 from tests.fuzz import mutate
 from thinwire import checkpoint
 from thinwire.checkpoint._load import OnMismatch
-from thinwire.checkpoint._manifest import MANIFEST, MODEL, _seal, rank_file
+from thinwire.checkpoint._manifest import MANIFEST, MODEL, _with_digest, rank_file
 from thinwire.errors import CorruptCheckpoint
 from thinwire.optimizers.optimizer import WireOptimizer
 
@@ -289,7 +289,7 @@ def _forged_manifest(draw: random.Random, raw: bytes) -> bytes:
     for _ in range(draw.choice((1, 1, 2))):
         fields = _altered_tree(draw, fields, [*_VALUES, fields])
     try:
-        return _seal(fields) if isinstance(fields, dict) else json.dumps(fields).encode()
+        return _with_digest(fields) if isinstance(fields, dict) else json.dumps(fields).encode()
     except (TypeError, ValueError, RecursionError):
         return mutate.damaged_file(draw, raw, raw)
 
@@ -299,7 +299,7 @@ def _with_digest_of(name: str, raw: bytes, manifest: bytes) -> bytes:
     fields = json.loads(manifest)
     del fields["sha256"]
     fields["files"][name] = {"size": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
-    return _seal(fields)
+    return _with_digest(fields)
 
 
 class Checkpoints:

@@ -64,4 +64,4 @@ def test_compares_with_deepspeed() -> None:
 def test_refuses_a_single_rank() -> None:
     ended = run("--ranks", "1")
     assert ended.returncode == 2
-    assert "expected two ranks, two elements and two repeats at least" in ended.stderr
+    assert "expected at least 2 ranks, 2 elements and 2 repeats" in ended.stderr

@@ -98,7 +98,7 @@ def test_nothing_to_fall_back_to(saved: Saved) -> None:
         (path / name / "model.pt").unlink()
     with (
         pytest.warns(RuntimeWarning, match="000002-step-3/model.pt is missing"),
-        pytest.raises(CorruptCheckpoint, match=r"000001-step-2/model.pt is missing. No checkpoint before it is left"),
+        pytest.raises(CorruptCheckpoint, match=r"000001-step-2/model.pt is missing. There is no older checkpoint"),
     ):
         Run().load(path, fallback=True)
 
@@ -196,7 +196,7 @@ def test_no_code_of_a_checkpoint_is_run(saved: Saved, file: str, tmp_path: Path)
     contents = torch.load(path / "000002-step-3" / file, weights_only=True)
     contents["x"] = Malicious(tmp_path / "touched")
     forge(path / "000002-step-3", file, contents)
-    assert_recognised(path, file, before, "is refused by torch.load.*mkdir")
+    assert_recognised(path, file, before, "is rejected by torch.load.*mkdir")
     assert not (tmp_path / "touched").exists()
     # It would have worked on somebody careless.
     torch.load(path / "000002-step-3" / file, weights_only=False)
@@ -211,7 +211,7 @@ def test_a_program_in_the_place_of_tensors(saved: Saved) -> None:
     torch.jit.save(torch.jit.script(nn.Linear(2, 2)), file)
     entry = {"size": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
     reseal(file.parent, lambda fields: fields["files"].update({"model.pt": entry}))
-    assert_recognised(path, "model.pt", before, "is refused by torch.load.*TorchScript")
+    assert_recognised(path, "model.pt", before, "is rejected by torch.load.*TorchScript")
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,7 @@ def test_what_cannot_be_removed_is_told_and_does_not_stop_the_run(
         real(source, target)
 
     monkeypatch.setattr(os, "rename", refuse_trash)
-    with pytest.warns(RuntimeWarning, match=r"000002-step-1 is saved, but something old could not be removed.*in use"):
+    with pytest.warns(RuntimeWarning, match=r"000002-step-1 is saved, but .* could not be removed.*in use"):
         run.train().save(tmp_path, keep=1)
     assert listed(tmp_path) == ["000001-step-0", "000002-step-1"]
     monkeypatch.undo()
@@ -198,7 +198,11 @@ def test_what_would_not_load_is_not_saved(saved: Saved, value: Any) -> None:
         ({"step": 1.5}, ValueError, "step=1.5"),
         ({"step": True}, ValueError, "step=True"),
         ({"model": None}, TypeError, "model is NoneType"),
-        ({"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))])}, TypeError, "torch.optim.sgd.SGD, expected one"),
+        (
+            {"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))])},
+            TypeError,
+            "torch.optim.sgd.SGD, expected a thinwire optimizer",
+        ),
         ({"extra": [1]}, TypeError, "extra is list"),
     ],
 )

@@ -122,14 +122,23 @@ def test_the_search_finds_a_word_of_the_glossary(browser: webdriver.Chrome, addr
     assert [url for url in requests(browser) if not url.startswith(f"{address}/")] == []
 
 
-def test_the_diagram_is_there(browser: webdriver.Chrome, address: str) -> None:
-    browser.get(f"{address}/how-it-works.html")
-    (diagram,) = browser.find_elements(By.CSS_SELECTOR, "article img[src$='architecture.svg']")
+@pytest.mark.parametrize(
+    ("page", "picture", "labels"),
+    [
+        ("how-it-works.html", "architecture.svg", {"bucket", "encode", "merge", "commit round", "apply"}),
+        ("architecture.html", "components.svg", {"attach.py", "rule.py: UpdateRule", "session.py: Session"}),
+    ],
+)
+def test_the_diagram_is_there(
+    browser: webdriver.Chrome, address: str, page: str, picture: str, labels: set[str]
+) -> None:
+    browser.get(f"{address}/{page}")
+    (diagram,) = browser.find_elements(By.CSS_SELECTOR, f"article img[src$='{picture}']")
     WebDriverWait(browser, SECONDS).until(lambda _: broken_images(browser) == [])
     assert diagram.size["width"] > 400
-    browser.get(f"{address}/images/architecture.svg")
+    browser.get(f"{address}/images/{picture}")
     texts = browser.find_elements(By.CSS_SELECTOR, "text")
-    assert {"bucket", "encode", "merge", "commit round", "apply"} <= {text.text for text in texts}
+    assert labels <= {text.text for text in texts}
     size = browser.execute_script(
         "const box = document.documentElement.viewBox.baseVal; return [box.width, box.height]"
     )

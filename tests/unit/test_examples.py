@@ -66,7 +66,7 @@ def test_without_ddp(launcher: list[str], ranks: int, tmp_path: Path) -> None:
     losses = losses_in(output)
     assert len(losses) == 5
     assert losses[-1] < losses[0] / 10
-    assert output.count("the same parameters on all ranks, to the bit: True") == (1 if ranks > 1 else 0)
+    assert output.count("parameters are equal on all ranks, to the bit: True") == (1 if ranks > 1 else 0)
 
 
 def test_resume(tmp_path: Path) -> None:

@@ -249,7 +249,7 @@ def test_sums_and_launches_follow_the_layout() -> None:
     assert model.longest_owned_runs == [2]
     method = roofline.METHODS["1-bit Adam, fp32 errors"]
     tiles = 2 + 2 + 2  # of both parts, and of the owner's shard
-    assert roofline.sum_seconds(method, form, model) == pytest.approx(tiles * roofline.SECONDS_A_TILE)
+    assert roofline.sum_seconds(method, form, model) == pytest.approx(tiles * roofline.SECONDS_PER_TILE)
     each = Counter[str]()
     for kernel in method.kernels(form):
         each[kernel.each] += kernel.launches

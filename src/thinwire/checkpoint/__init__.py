@@ -1,66 +1,66 @@
-"""Checkpoints: saved by all ranks together, whole or not at all, and known by their digests.
+"""Checkpoints that all ranks save together, atomically, with a digest for every file.
 
     opt = thinwire.Birder(model.parameters(), lr=1e-3)
-    found = checkpoint.load("checkpoints", model, opt)               # None at the very first start
+    found = checkpoint.load("checkpoints", model, opt)               # None if there is no checkpoint yet
     start = found.step if found is not None else 0
     for step in range(start, steps):
         ...
         if (step + 1) % 500 == 0:
             checkpoint.save("checkpoints", model, opt, step + 1, extra={"schedule": schedule.state_dict()})
 
-`save` and `load` are called by all ranks of the optimizer's process group. With as many ranks as saved, a run that is
-resumed goes on, to the bit, as if it had never stopped: it has the model, each rank's optimizer state, the random
-states of torch (CPU, and the CUDA devices of the model) and of Python's `random`, and what you put into `extra`: the
-scheduler's state, the sampler's, a GradScaler's, NumPy's random state as numbers. Wrap the model in DDP before you
-load: DDP gives every rank the model of rank 0.
+All ranks of the optimizer's process group call `save` and `load`. A run that resumes with the number of ranks that
+saved continues, to the bit, as if it had not stopped. The checkpoint contains the model, each rank's optimizer state,
+the random states of torch (CPU, and the CUDA devices of the model) and of Python's `random`, and your own data in
+`extra`, such as the states of a scheduler, a sampler, a GradScaler, or NumPy's random state as numbers. Wrap the model
+in DDP before you call `load`, because DDP copies the model of rank 0 to all ranks.
 
-That is all a worker needs under `torchrun --max-restarts`, see `examples/resume.py`. Set
-TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun: its store keeps the addresses of workers that have died, and those
-that are started after them may try to reach them (pytorch/pytorch#135712).
+Workers under `torchrun --max-restarts` need nothing else, see `examples/resume.py`. Set
+TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun. Otherwise its store keeps the addresses of dead workers, and new
+workers may try to connect to them (pytorch/pytorch#135712).
 
-What is on the disk::
+Files::
 
     checkpoints/
       000016-step-1000/
-      000017-step-1200/        a number that orders them, then the step
-        manifest.json          what was saved by whom; size and SHA-256 of every file, and of itself
-        model.pt               the state dict of the model, for anybody to use
-        rank-00000.pt …        one per rank: its optimizer's state, its buffers, its random states, its `extra`
-      .lock                    held by the run that writes to the directory; says which process that is
+      000017-step-1200/        a sequence number, then the step
+        manifest.json          the run that saved it; size and SHA-256 of every file, and of the manifest itself
+        model.pt               the state dict of the model, for use without thinwire
+        rank-00000.pt …        one per rank: optimizer state, buffers, random states, `extra`
+      .lock                    locked by the run that writes to the directory; names the process
 
-Between two synchronisations of 0/1 Adam, when replicas differ, rank files hold each rank's model as well, and model.pt
-is that of one rank: call `opt.synchronize()` before you save one that is to be used.
+Between two synchronizations of 0/1 Adam replicas differ. The rank files then contain each rank's model as well, and
+model.pt is the model of one rank. Call `opt.synchronize()` before you save a model that others will use.
 
-The directory may be on a file system that all machines share, or on a local disk of each: a machine keeps the files of
-its own ranks then.
+The directory may be on a file system that all machines share, or on a local disk of each machine, which then has the
+files of its own ranks.
 
 One run at a time writes to a directory. From its first `save` on a run holds an OS lock (flock) on `.lock`, until its
-optimizer is closed or collected, or its processes end. A second run that saves to the same directory gets a
-BlockingIOError on all its ranks before it has written anything. The lock ends with the process that holds it, be it
-killed: nothing has to be removed before a restart, and a `.lock` that is left behind locks nothing. Ranks of one run
-share the lock, and so do optimizers of one process. `load` needs no lock: a checkpoint can be evaluated while its run
-goes on. On file systems without locks `save` says so in a RuntimeWarning and goes on without one; on NFS the lock holds
-between machines.
+optimizer is closed or collected, or its processes end. If a second run saves to the same directory, all its ranks raise
+BlockingIOError before they write anything. The OS releases the lock when the process ends, even if it is killed, so a
+restart needs no cleanup; a `.lock` file without a process locks nothing. Ranks of one run share the lock, and so do
+optimizers of one process. `load` needs no lock: you can evaluate a checkpoint while its run continues. If the file
+system has no locks, `save` gives a RuntimeWarning and continues without one. On NFS the lock works between machines.
 
-A checkpoint is written under a temporary name, brought to the disk (fsync), and then renamed. A crash at any moment
-leaves those before it whole; what it leaves half-written the next `save` removes. If machines crash between their
-renames, `load` takes the newest that all of them have.
+A checkpoint is written under a temporary name, flushed to the disk (fsync), and then renamed. A crash at any moment
+leaves earlier checkpoints intact; the next `save` removes incomplete ones. If machines crash between their renames,
+`load` chooses the newest checkpoint that all of them have.
 
-A file that is missing, truncated or altered is recognised before anything is loaded, and raises
-`thinwire.errors.CorruptCheckpoint` on every rank, naming it. Everything is read by `torch.load(weights_only=True)`: a
-forged checkpoint cannot run code, however well its digests match. Digests tell damage; they are no signature, and say
-nothing of who wrote a file.
+`load` detects a missing, truncated or altered file before it changes anything. Every rank then raises
+`thinwire.errors.CorruptCheckpoint` with the name of the file. All files are read with `torch.load(weights_only=True)`:
+a forged checkpoint cannot run code, even with correct digests. Digests detect damage. They are not signatures and do
+not prove who wrote a file.
 
-Why not torch.distributed.checkpoint: its `.metadata` is unpickled, which runs whatever code is in it; it expects a file
-system that all ranks share; and of tensors that have the same name on all ranks, as optimizer states do, it keeps one.
+torch.distributed.checkpoint is not used for three reasons. It unpickles its `.metadata` file, which can run code. It
+needs a file system that all ranks share. It stores one tensor per name, but optimizer states have the same names on all
+ranks.
 
-Code that calls `opt.state_dict()` itself works as well. Each rank has a state of its own, so let every rank save and
-load its own: to a file with its rank in the name, or with torch.distributed.checkpoint under a key with its rank in it.
-Where only rank 0's is saved (torch.distributed.checkpoint without such keys, most trainers), all ranks load rank 0's.
-With Birder, Lamb and SketchedAMSGrad this is a RuntimeWarning: replicas stay equal, but what the other ranks had is
-lost, averages of their own gradients, which come back within some 1/(1-β) steps, and errors that they still owed, in
-whose place rank 0's count once for every rank. The other optimizers keep something for the part of the model that a
-rank answers for, which rank 0 has for its own part only: do not do it with them.
+You can also call `opt.state_dict()` yourself. Each rank has its own state, so every rank must save and load its own: in
+a file with its rank in the name, or in torch.distributed.checkpoint under a key with its rank in it. If only the state
+of rank 0 is saved, as by most trainers and by torch.distributed.checkpoint without such keys, all ranks load that one.
+Birder, Lamb and SketchedAMSGrad then give a RuntimeWarning. Replicas stay equal, but the states of the other ranks are
+lost: the averages of their own gradients, which recover within about 1/(1-β) steps, and their residuals, in whose place
+the residual of rank 0 is applied once per rank. Never do this with the other optimizers: they keep state for the shards
+that a rank owns, and rank 0 has only its own.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ from typing import Any
 
 from torch import nn
 
-from thinwire.checkpoint._load import Checkpoint, Loading, OnMismatch
-from thinwire.checkpoint._save import Saving
+from thinwire.checkpoint._load import Checkpoint, LoadOperation, OnMismatch
+from thinwire.checkpoint._save import SaveOperation
 from thinwire.optimizers.optimizer import WireOptimizer
 
 __all__ = ["Checkpoint", "load", "save"]
@@ -87,27 +87,27 @@ def save(
     extra: dict[str, Any] | None = None,
     keep: int | None = 3,
 ) -> Path:
-    """Save a checkpoint. To be called by all ranks, after `optimizer.step()`.
+    """Save a checkpoint. All ranks call it, after `optimizer.step()`.
 
     Args:
-        path: the directory of checkpoints; made if it does not exist.
-        model: a module; what DistributedDataParallel and torch.compile wrap around one is not saved.
-        optimizer: of thinwire.
-        step: how many steps have been taken, by your own count; the same on all ranks.
-        extra: what this rank wants back from `load`: tensors, numbers, strings, and lists, tuples and dicts of them.
-        keep: how many checkpoints stay, this one included; None for all of them.
+        path: the directory of checkpoints; created if it does not exist.
+        model: a module. DistributedDataParallel and torch.compile around it are not saved.
+        optimizer: a thinwire optimizer.
+        step: the number of steps taken, as you count them; the same on all ranks.
+        extra: what `load` returns to this rank: tensors, numbers, strings, and lists, tuples and dicts of these.
+        keep: how many checkpoints to keep, this one included; None for all.
 
     Returns:
         The directory of the checkpoint.
 
     Raises:
-        TypeError, ValueError: on every rank, for arguments that are wrong on any.
-        BlockingIOError: on every rank, when another run saves to this directory, or to that of any rank.
-        OSError: on every rank, when any cannot write its part; with the errno, and of the class, of the first that
-            cannot, and the ranks in its text.
-        RuntimeError: on every rank, when any is between backward and `step()`.
+        TypeError, ValueError: on every rank, if the arguments of any rank are wrong.
+        BlockingIOError: on every rank, if another run saves to the directory of any rank.
+        OSError: on every rank, if any rank cannot write its files; with the class and errno of the lowest such rank.
+            The message lists the ranks.
+        RuntimeError: on every rank, if any rank is between backward and `step()`.
     """
-    return Saving(path, model, _wire(optimizer), step, extra, keep).run()
+    return SaveOperation(path, model, _checked(optimizer), step, extra, keep).run()
 
 
 def load(
@@ -118,42 +118,41 @@ def load(
     on_mismatch: OnMismatch = "error",
     fallback: bool = False,
 ) -> Checkpoint | None:
-    """Load the newest checkpoint that all ranks have. To be called by all ranks, before or after `thinwire.attach`.
+    """Load the newest checkpoint that all ranks have. All ranks call it, before or after `thinwire.attach`.
 
-    All ranks load it or none does. Everything is read, and checked against the model and the optimizer, on all ranks
-    before anything is changed. When loading fails all the same, in a hook of a module for example, all ranks go back to
-    what they had: parameters, buffers, extra state of modules, the optimizer's state and random states. For that a copy
-    of all of these is kept in host memory until the checkpoint is loaded: as much again as the model and its optimizer
-    take, besides what is read from the files.
+    All ranks load it or none does. They read all files and check them against the model and the optimizer before they
+    change anything. If loading fails nevertheless, for example in a hook of a module, all ranks restore what they had:
+    parameters, buffers, extra state of modules, optimizer state and random states. Until the checkpoint is loaded, a
+    copy of these is kept in host memory. It is as large as the model and its optimizer, in addition to the files.
 
     Args:
         path: the directory of checkpoints.
-        model: as it was given to `save`: the same parameters and buffers.
+        model: with the same parameters and buffers as the saved model.
         optimizer: of the same class, with the same parameter groups.
-        on_mismatch: what to do when other ranks have saved: more or fewer of them, or other nodes; or, where states
-            depend on it, with another `bucket_mb`. "error" refuses; "average" makes one state of those of all ranks;
-            "reset" begins with a new one. Each machine needs the files of all ranks for the latter two.
-        fallback: whether to take the checkpoint before, with a RuntimeWarning, when one is damaged.
+        on_mismatch: what to do if the checkpoint was saved by another number of ranks, by other nodes, or, if the state
+            depends on it, with another `bucket_mb`. "error" raises ValueError; "average" combines the states of all
+            ranks; "reset" starts with a new state. For the latter two each machine needs the files of all ranks.
+        fallback: whether to load an older checkpoint, with a RuntimeWarning, if one is damaged.
 
     Returns:
-        What was loaded, or None if there is no checkpoint at all.
+        What was loaded, or None if there is no checkpoint.
 
     Raises:
-        CorruptCheckpoint: on every rank, when a file that any of them needs is damaged, or when ranks have checkpoints,
-            but none in common.
-        ValueError: on every rank, when the checkpoint is of another class, or of other ranks with
+        CorruptCheckpoint: on every rank, if a file that any rank needs is damaged, or if ranks have checkpoints, but
+            none in common.
+        ValueError: on every rank, if the checkpoint is of another class, or of other ranks with
             `on_mismatch="error"`, or does not fit.
-        RuntimeError: on every rank, when the model is another one: other entries, shapes or dtypes.
+        RuntimeError: on every rank, if the model has other entries, shapes or dtypes.
     """
-    return Loading(path, model, _wire(optimizer), on_mismatch, fallback).run()
+    return LoadOperation(path, model, _checked(optimizer), on_mismatch, fallback).run()
 
 
-def _wire(optimizer: object) -> WireOptimizer:
-    # It brings the peers who would have to hear of anything wrong with it.
+def _checked(optimizer: object) -> WireOptimizer:
+    # Raised on this rank alone: the optimizer is what connects it to the others.
     if not isinstance(optimizer, WireOptimizer):
         raise TypeError(
-            f"optimizer is {type(optimizer).__module__}.{type(optimizer).__name__}, expected one of thinwire's, for "
-            "example thinwire.Birder"
+            f"optimizer is {type(optimizer).__module__}.{type(optimizer).__name__}, expected a thinwire "
+            "optimizer, for example thinwire.Birder"
         )
     optimizer._peers.check_initialized_first()
     return optimizer

@@ -1,7 +1,7 @@
-"""Loading a checkpoint, one stage after the other; all ranks end a stage before any begins the next.
+"""Loading a checkpoint in stages. All ranks complete a stage before any of them begins the next.
 
-All ranks take the same one. They read it, and check all of it against their models and optimizers, before any of them
-changes anything. What fails on one rank when they do is undone on all.
+All ranks load the same checkpoint. They read it and check it against their models and optimizers before any of them
+changes anything. If a change fails on one rank, all ranks undo it.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from typing import Any, Literal, TypeVar, get_args
 
 from torch import nn
 
-from thinwire.checkpoint import _contents
-from thinwire.checkpoint._before import Before
-from thinwire.checkpoint._contents import Contents, checked_model, checked_rank
+from thinwire.checkpoint._collective import on_all_ranks
+from thinwire.checkpoint._directory import CheckpointDirectory, CheckpointName
 from thinwire.checkpoint._files import damaged, read_bytes, read_tensors
 from thinwire.checkpoint._manifest import MANIFEST, MODEL, Manifest, decode, rank_file
-from thinwire.checkpoint._store import Name, Store
-from thinwire.checkpoint._together import together
+from thinwire.checkpoint._model import check_model_state, checked_model, unwrapped
+from thinwire.checkpoint._random_states import check_random_states, restore_random_states
+from thinwire.checkpoint._rank_contents import checked_rank
+from thinwire.checkpoint._snapshot import Snapshot
 from thinwire.errors import CorruptCheckpoint, PeerLost, name_ranks
 from thinwire.optimizers import reshard
 from thinwire.optimizers import state_dict as state_dicts
@@ -32,31 +33,35 @@ from thinwire.optimizers.reshard import Policy, SavedRun
 T = TypeVar("T")
 
 OnMismatch = Literal["error", "average", "reset"]
+Contents = dict[str, Any]
+
+_MOST_LISTED = 8
+"""How many missing files an error lists; it counts the others."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What `load` has loaded."""
+    """A checkpoint that `load` has loaded."""
 
     path: Path
     """Its directory."""
     step: int
-    """What `save` was told."""
+    """The step that was given to `save`."""
     extra: dict[str, Any]
-    """What this rank gave to `save`; rank 0's on all ranks if not `exact`."""
+    """What this rank gave to `save`. If not `exact`, what rank 0 gave, on all ranks."""
     exact: bool
-    """Whether each rank has got its own state back, random numbers included."""
+    """Whether every rank has exactly the state that it saved, random states included."""
 
 
-class Loading:
-    """One call of `load`, as one rank sees it.
+class LoadOperation:
+    """One call of `load` on one rank.
 
     Args:
         path: the directory of checkpoints.
-        model: whatever is wrapped around it.
-        optimizer: of thinwire.
+        model: the model, with or without wrappers.
+        optimizer: a thinwire optimizer.
         on_mismatch: what to do with the state of another number or order of ranks.
-        fallback: whether to go back to an older checkpoint when one is damaged.
+        fallback: whether to load an older checkpoint if one is damaged.
     """
 
     def __init__(
@@ -76,9 +81,9 @@ class Loading:
         """Load the newest checkpoint that all ranks have; None if no rank has any.
 
         Raises:
-            Exception: on every rank, when it cannot be loaded on any.
+            Exception: on every rank, if any rank cannot load it.
         """
-        seen: list[list[Name]] = self._peers.gather(together(self._peers, self._look))
+        seen: list[list[CheckpointName]] = self._peers.gather(on_all_ranks(self._peers, self._find))
         if not any(seen):
             return None
         names = sorted(set.intersection(*map(set, seen)))
@@ -87,20 +92,20 @@ class Loading:
         while True:
             name = names.pop()
             try:
-                return self._take(name)
+                return self._load(name)
             except CorruptCheckpoint as damage:
                 if not self._fallback:
                     raise
                 if not names:
-                    raise CorruptCheckpoint(f"{damage}. No checkpoint before it is left to fall back to") from damage
+                    raise CorruptCheckpoint(f"{damage}. There is no older checkpoint to fall back to") from damage
                 warnings.warn(
-                    f"{damage}. With fallback=True the checkpoint before it, {names[-1]}, is tried: what came after "
-                    "it is lost",
+                    f"{damage}. Because of fallback=True the checkpoint before it, {names[-1]}, is tried. Steps "
+                    "after it are lost",
                     RuntimeWarning,
                     stacklevel=3,
                 )
 
-    def _look(self) -> list[Name]:
+    def _find(self) -> list[CheckpointName]:
         if not isinstance(self._model, nn.Module):
             raise TypeError(f"model is {type(self._model).__name__}, expected a torch.nn.Module")
         if self._on_mismatch not in get_args(OnMismatch):
@@ -110,122 +115,123 @@ class Loading:
                 "checkpoint.load() between backward and step(): gradients of this step have been sent already. Load "
                 "before backward, or after step()"
             )
-        self._store = Store(Path(self._path))
-        self._module = _contents.bare(self._model)
-        return self._store.names()
+        self._directory = CheckpointDirectory(Path(self._path))
+        self._module = unwrapped(self._model)
+        return self._directory.names()
 
-    def _take(self, name: Name) -> Checkpoint:
-        directory = self._store.final(name)
+    def _load(self, name: CheckpointName) -> Checkpoint:
+        directory = self._directory.final(name)
         manifest = self._agreed_manifest(directory, name)
-        self._refuse_other_class(manifest, name)
+        self._check_class(manifest, name)
         differences = self._differences(manifest)
         if not differences:
             extra = self._restore(directory, manifest)
         elif self._on_mismatch == "error":
             raise ValueError(
-                f"{name} was saved by {' and '.join(differences)}: what a rank keeps does not fit. Resume with what "
-                "was saved; or choose on_mismatch='average', which makes one state of those of all ranks, or 'reset', "
-                "which begins with a new one"
+                f"{name} was saved by {' and '.join(differences)}: the state of a rank does not fit. Resume with the "
+                "saved configuration; or choose on_mismatch='average', which combines the states of all ranks, or "
+                "'reset', which starts with a new state"
             )
         else:
-            extra = self._adopt(directory, manifest, self._on_mismatch)
+            extra = self._reshard(directory, manifest, self._on_mismatch)
         return Checkpoint(directory, manifest.step, extra, exact=not differences)
 
-    # Whose it is -----------------------------------------------------------------------------------------------------
+    # Does the checkpoint fit this run? -------------------------------------------------------------------------------
 
-    def _agreed_manifest(self, directory: Path, name: Name) -> Manifest:
-        manifest = together(self._peers, lambda: _read_manifest(directory, name))
+    def _agreed_manifest(self, directory: Path, name: CheckpointName) -> Manifest:
+        manifest = on_all_ranks(self._peers, lambda: _read_manifest(directory, name))
         described = self._peers.gather(manifest.common())
-        strangers = [rank for rank, other in enumerate(described) if other != described[0]]
-        if strangers:
+        differing = [rank for rank, other in enumerate(described) if other != described[0]]
+        if differing:
             raise CorruptCheckpoint(
-                f"{name} is not the same checkpoint everywhere: {MANIFEST} of {name_ranks(strangers)} differs from "
-                "that of rank 0"
+                f"{name} is not the same checkpoint on all machines: {MANIFEST} of {name_ranks(differing)} differs "
+                "from that of rank 0"
             )
         return manifest
 
-    def _refuse_other_class(self, manifest: Manifest, name: Name) -> None:
+    def _check_class(self, manifest: Manifest, name: CheckpointName) -> None:
         own = type(self._optimizer).__name__
         if manifest.optimizer != own:
             raise ValueError(f"{name} is a checkpoint of {manifest.optimizer}, this optimizer is {own}")
 
     def _differences(self, manifest: Manifest) -> list[str]:
-        """What keeps ranks from taking up the states that were saved, for people to read."""
+        """The differences between the saved run and this one that prevent an exact resume, for the error message."""
         optimizer, differences = self._optimizer, []
         if manifest.world_size != self._peers.size:
             differences.append(f"{manifest.world_size} ranks (now {self._peers.size})")
         elif manifest.nodes != optimizer._topology.nodes:
             differences.append(f"nodes {_in_brackets(manifest.nodes)} (now {_in_brackets(optimizer._topology.nodes)})")
-        # States of equal nodes and class depend on buckets both or not at all.
+        # For the same class and nodes, either both states depend on the buckets or neither does.
         cut = optimizer.param_groups[0]["wire_buckets"] != "any"
         if cut and manifest.bucket_mb != optimizer._bucket_mb:
             differences.append(f"bucket_mb={manifest.bucket_mb} (now {optimizer._bucket_mb})")
         return differences
 
-    # What becomes of it ----------------------------------------------------------------------------------------------
+    # Restore it ------------------------------------------------------------------------------------------------------
 
     def _restore(self, directory: Path, manifest: Manifest) -> dict[str, Any]:
-        """Give every rank back what it had."""
-        model_state, own = self._together(directory, lambda: _read(directory, manifest, self._peers.rank))
+        """Restore the state that each rank saved."""
+        model_state, own = self._on_all_ranks(directory, lambda: _read(directory, manifest, self._peers.rank))
 
         def check() -> None:
-            _contents.check_model_state(self._module, model_state)
-            with warnings.catch_warnings(record=True):  # what is warned of comes again when it is loaded
+            check_model_state(self._module, model_state)
+            with warnings.catch_warnings(record=True):  # load_state_dict() gives the same warnings again
                 state_dicts.check(self._optimizer, own["optimizer"])
-            _contents.check_random_states(self._module, own["random"])
+            check_random_states(self._module, own["random"])
 
-        self._together(directory, check)
+        self._on_all_ranks(directory, check)
 
         def apply() -> None:
             self._optimizer.load_state_dict(own["optimizer"])
-            _contents.restore_random_states(self._module, own["random"])
+            restore_random_states(self._module, own["random"])
 
         self._change(directory, model_state, apply)
         return own["extra"]
 
-    def _adopt(self, directory: Path, manifest: Manifest, how: Policy) -> dict[str, Any]:
-        """Let ranks that are others than those that saved make a state of what there is."""
+    def _reshard(self, directory: Path, manifest: Manifest, how: Policy) -> dict[str, Any]:
+        """Make states for these ranks from the states of the saved run."""
 
         def read() -> tuple[Contents, Contents, reshard.JoinedState]:
-            _require_all(directory, manifest)
+            _require_all_files(directory, manifest)
             model_state, first = _read(directory, manifest, 0)
-            _contents.check_model_state(self._module, model_state)
+            check_model_state(self._module, model_state)
 
             def state_of(rank: int) -> dict[str, Any]:
-                # One after another: there may be no room for all at once.
+                # One at a time: memory may be too small for all of them.
                 return (first if rank == 0 else _read_rank(directory, manifest, rank))["optimizer"]
 
             run = SavedRun(manifest.nodes, manifest.bucket_mb, state_of)
             return model_state, first, reshard.read(self._optimizer, run, how)
 
-        model_state, first, joined = self._together(directory, read)
+        model_state, first, joined = self._on_all_ranks(directory, read)
         self._change(directory, model_state, lambda: reshard.load(self._optimizer, joined))
         return first["extra"]
 
     def _change(self, directory: Path, model_state: Contents, apply: Callable[[], None]) -> None:
-        """Load the model, then the rest, on all ranks or none."""
-        before = together(self._peers, lambda: Before(self._module, self._optimizer))
+        """Load the model, then call `apply`, on all ranks or on none."""
+        snapshot = on_all_ranks(self._peers, lambda: Snapshot(self._module, self._optimizer))
         models_loaded = False
         try:
-            self._together(directory, lambda: self._module.load_state_dict(model_state, strict=True))
-            # Only when all have come so far: an exchange that backward has begun is ended here, by all together.
+            self._on_all_ranks(directory, lambda: self._module.load_state_dict(model_state, strict=True))
+            # Set it only after all models are loaded: restoring the optimizer completes an exchange that backward has
+            # begun, which all ranks must do together.
             models_loaded = True
-            self._together(directory, apply)
+            self._on_all_ranks(directory, apply)
         except BaseException:
-            before.restore(optimizer=models_loaded)
+            snapshot.restore(optimizer=models_loaded)
             raise
 
-    def _together(self, directory: Path, action: Callable[[], T]) -> T:
-        """The same for all ranks, with errors as `load` documents them."""
+    def _on_all_ranks(self, directory: Path, action: Callable[[], T]) -> T:
+        """Run `action` on all ranks, and raise only errors that `load` documents."""
 
-        def documented() -> T:
-            with _as_documented(directory):
+        def with_documented_errors() -> T:
+            with _documented_errors(directory):
                 return action()
 
-        return together(self._peers, documented)
+        return on_all_ranks(self._peers, with_documented_errors)
 
 
-def _read_manifest(directory: Path, name: Name) -> Manifest:
+def _read_manifest(directory: Path, name: CheckpointName) -> Manifest:
     path = directory / MANIFEST
     try:
         manifest = decode(read_bytes(path))
@@ -234,16 +240,16 @@ def _read_manifest(directory: Path, name: Name) -> Manifest:
     except RecursionError as error:
         raise damaged(path, "is nested too deeply") from error
     if manifest.step != name.step:
-        raise damaged(path, f"is of step {manifest.step}, not of step {name.step}, as its directory says")
+        raise damaged(path, f"is of step {manifest.step}, but the name of its directory says step {name.step}")
     return manifest
 
 
 def _read(directory: Path, manifest: Manifest, rank: int) -> tuple[Contents, Contents]:
-    """The model as a rank had it, and what that rank had of its own."""
+    """The state of the model on a rank, and the contents of that rank's file."""
     path = directory / MODEL
     model_state = checked_model(path, read_tensors(path, manifest.files[MODEL]))
     own = _read_rank(directory, manifest, rank)
-    model_state.update(own["model"])  # in place: the state dict has versions of modules in an attribute
+    model_state.update(own["model"])  # in place: an attribute of the state dict holds the versions of modules
     return model_state, own
 
 
@@ -253,8 +259,8 @@ def _read_rank(directory: Path, manifest: Manifest, rank: int) -> Contents:
 
 
 @contextmanager
-def _as_documented(directory: Path) -> Iterator[None]:
-    """Have whatever data may lead to that only look right, or are of another model, end in an error that `load` has."""
+def _documented_errors(directory: Path) -> Iterator[None]:
+    """Convert any exception that forged or unsuitable data may cause into one that `load` documents."""
     try:
         yield
     except Exception as error:
@@ -263,28 +269,29 @@ def _as_documented(directory: Path) -> Iterator[None]:
         raise ValueError(f"{directory} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
-def _require_all(directory: Path, manifest: Manifest) -> None:
+def _require_all_files(directory: Path, manifest: Manifest) -> None:
     missing = [file for file in manifest.files if not (directory / file).exists()]
     if missing:
-        named = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+        more = len(missing) - _MOST_LISTED
+        listed = ", ".join(missing[:_MOST_LISTED]) + (f" and {more} more" if more > 0 else "")
         raise CorruptCheckpoint(
-            f"{directory} lacks {named}: to go on with other ranks, each needs the files of all that saved. If every "
-            f"machine has its own directory, copy their rank-….pt together into each, beside its own {MODEL} and "
-            f"{MANIFEST}"
+            f"{directory} lacks {listed}. To resume with other ranks, each rank needs the files of all saved ranks. If "
+            f"every machine has its own directory, copy all rank-….pt files into each of them, beside its own {MODEL} "
+            f"and {MANIFEST}"
         )
 
 
-def _nothing_in_common(seen: list[list[Name]]) -> str:
+def _nothing_in_common(seen: list[list[CheckpointName]]) -> str:
     newest: dict[str, list[int]] = {}
     for rank, names in enumerate(seen):
         newest.setdefault(str(names[-1]) if names else "none", []).append(rank)
-    told = ", ".join(f"{name} on {name_ranks(ranks)}" for name, ranks in newest.items())
+    listed = ", ".join(f"{name} on {name_ranks(ranks)}" for name, ranks in newest.items())
     return (
-        f"no checkpoint is seen by all ranks; the newest are: {told}. Is `path` right on every machine, or are the "
-        "files of one lost? Remove what is there to begin anew"
+        f"no checkpoint is visible to all ranks; the newest are: {listed}. Check `path` on every machine, and whether "
+        "one has lost its files. To start from the beginning, remove all checkpoints"
     )
 
 
 def _in_brackets(nodes: tuple[tuple[int, ...], ...]) -> str:
-    """As few words as tell nodes apart: [0 1] [2 3]."""
+    """Nodes in a short form: [0 1] [2 3]."""
     return " ".join(f"[{' '.join(map(str, node))}]" for node in nodes)

@@ -1,13 +1,13 @@
 """One run at a time writes to a directory of checkpoints.
 
 A run holds an OS lock (flock) on the file `.lock` of the directory, from its first `save` until its optimizer is
-closed or collected or its process ends, however it ends. A lock file that is left behind locks nothing.
+closed or collected, or its process ends. The file alone does not lock anything.
 
-Of the ranks that share a directory, one process holds the lock, whichever was the fastest, and writes the token of the
-checkpoint that is being saved into the file. The others cannot have the lock. They read the file, and know the token of
-their own run. Where every machine has a directory of its own, one process of each machine holds a lock.
+Of the ranks that share a directory, the first one to try gets the lock. It writes the token of the checkpoint into the
+file. The other ranks read the file and compare the token with that of their own run. If every machine has its own
+directory, one process of each machine holds a lock.
 
-A process may save with several optimizers, one after another: it holds the lock once, for all of them.
+A process that saves with several optimizers holds the lock once for all of them.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from pathlib import Path
 
 LOCK = ".lock"
 _UNSUPPORTED = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL}
-"""What file systems without locks say. Lustre does when it is mounted without `flock`, NFS without its lock service."""
+"""Errors of file systems without locks, such as Lustre mounted without `flock`, or NFS without its lock service."""
 _LARGEST = 4096
-"""Bytes that are read of a lock file: far more than this module writes."""
+"""Most bytes to read from a lock file: far more than this module writes."""
 
 _File = tuple[int, int]
 """The device and the inode of a lock file."""
@@ -34,11 +34,11 @@ _File = tuple[int, int]
 
 @dataclass
 class _Held:
-    """A lock of this process."""
+    """A lock that this process holds."""
 
     descriptor: int
     owners: dict[int, weakref.finalize[..., object]] = field(default_factory=dict)
-    """By their ids, the objects that it is held for, and what happens when they are collected."""
+    """The objects that it is held for, by id, and the finalizers that release it when they are collected."""
 
     def close(self) -> None:
         """Release it."""
@@ -48,20 +48,20 @@ class _Held:
 
 
 _held: dict[_File, _Held] = {}
-_told: set[_File] = set()
-"""The files whose file system has no locks, and of which a warning has told."""
+_warned: set[_File] = set()
+"""The lock files for which the warning about a file system without locks was given."""
 _guard = threading.RLock()
-"""Reentrant, because an owner may be collected while a thread is in here."""
+"""Reentrant, because the garbage collector may run a finalizer of this module inside it."""
 
 
-class Claim:
-    """A rank's claim to write to a directory, for one checkpoint.
+class DirectoryLock:
+    """One rank's part in locking a directory for one checkpoint.
 
-    All ranks `stake` their claims, and when all have, all `confirm` them.
+    All ranks call `try_acquire`. When all have returned, all call `verify`.
 
     Args:
-        directory: of the checkpoints; it exists.
-        token: of the checkpoint; the same on all ranks of the run, and on no others.
+        directory: the directory of checkpoints; it exists.
+        token: of the checkpoint; the same on all ranks of the run, different for every other run.
         owner: the object that the lock is held for; the lock is released when it is collected.
     """
 
@@ -70,18 +70,18 @@ class Claim:
         self._token = token
         self._owner = owner
         self._taken: _File | None = None
-        """The lock that was not this owner's before."""
-        self._settled = False
-        """Whether this process has the lock, or nobody can have one."""
+        """The lock file, if this call acquired the lock for the owner."""
+        self._is_settled = False
+        """Whether this process holds the lock, or the file system has no locks."""
 
-    def stake(self) -> None:
-        """Take the lock if it is free, and sign it.
+    def try_acquire(self) -> None:
+        """Take the lock if it is free, and write the token into its file.
 
         Raises:
             OSError: when the lock file cannot be opened or written.
         """
         with _guard:
-            _drop_removed()
+            _release_removed()
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:
                 status = os.fstat(descriptor)
@@ -90,29 +90,29 @@ class Claim:
                     try:
                         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     except BlockingIOError:
-                        return  # held by another rank of this run, or by another run: `confirm` finds out
+                        return  # held by another rank of this run, or by another run: see `verify`
                     except OSError as error:
                         if error.errno not in _UNSUPPORTED:
                             raise
-                        self._settled = True
-                        self._tell_unsupported(file, error)
+                        self._is_settled = True
+                        self._warn_unsupported(file, error)
                         return
                     _held[file] = _Held(descriptor)
                     descriptor = -1  # stays open: closing it would release the lock
             finally:
                 if descriptor >= 0:
                     os.close(descriptor)
-            self._settled = True
-            self._own(file)
-            self._sign(_held[file].descriptor)
+            self._is_settled = True
+            self._add_owner(file)
+            self._write_token(_held[file].descriptor)
 
-    def confirm(self) -> None:
-        """See that the lock is held by this run.
+    def verify(self) -> None:
+        """Check that this run holds the lock.
 
         Raises:
-            BlockingIOError: when another run has it.
+            BlockingIOError: if another run holds it.
         """
-        if self._settled:
+        if self._is_settled:
             return
         with open(self._path, encoding="utf-8", errors="replace") as file:
             token, _, holder = file.read(_LARGEST).partition(" ")
@@ -120,74 +120,74 @@ class Claim:
             raise BlockingIOError(
                 errno.EWOULDBLOCK,
                 f"path={str(self._path.parent)!r} is in use by another run ({holder.strip() or 'unknown'} holds the "
-                f"lock on {LOCK}), which saves its checkpoints there and removes what it takes for leftovers. Choose "
+                f"lock on {LOCK}). It saves its checkpoints there and removes incomplete ones of other runs. Choose "
                 "another directory, or end that run first",
             )
 
-    def withdraw(self) -> None:
-        """Release the lock, unless its owner had it before."""
+    def undo(self) -> None:
+        """Release the lock, unless its owner held it before."""
         with _guard:
             if self._taken is not None:
-                _leave(self._taken, id(self._owner))
+                _remove_owner(self._taken, id(self._owner))
                 self._taken = None
 
-    def _own(self, file: _File) -> None:
+    def _add_owner(self, file: _File) -> None:
         owners = _held[file].owners
         if id(self._owner) not in owners:
-            finalizer = weakref.finalize(self._owner, _leave, file, id(self._owner))
+            finalizer = weakref.finalize(self._owner, _remove_owner, file, id(self._owner))
             finalizer.atexit = False  # when the process ends, the lock ends with it
             owners[id(self._owner)] = finalizer
             self._taken = file
 
-    def _sign(self, descriptor: int) -> None:
-        signature = f"{self._token} process {os.getpid()} on {socket.gethostname()}\n".encode()
-        os.pwrite(descriptor, signature, 0)
-        os.ftruncate(descriptor, len(signature))
-        os.fsync(descriptor)  # ranks on other machines read it from the server
+    def _write_token(self, descriptor: int) -> None:
+        text = f"{self._token} process {os.getpid()} on {socket.gethostname()}\n".encode()
+        os.pwrite(descriptor, text, 0)
+        os.ftruncate(descriptor, len(text))
+        os.fsync(descriptor)  # ranks on other machines read it from the file server
 
-    def _tell_unsupported(self, file: _File, error: OSError) -> None:
-        if file in _told:
+    def _warn_unsupported(self, file: _File, error: OSError) -> None:
+        if file in _warned:
             return
-        _told.add(file)
+        _warned.add(file)
         warnings.warn(
             f"path={str(self._path.parent)!r} is on a file system without locks ({error.strerror}): a second run that "
-            "saves to the same directory would not be refused, and would remove what this run is writing. Give every "
-            "run a directory of its own",
+            "saves to the same directory is not detected, and removes what this run is writing. Give every run a "
+            "directory of its own",
             RuntimeWarning,
             stacklevel=7,
         )
 
 
 def release(owner: int) -> None:
-    """Release all locks that are held for the object with this id, and for no other."""
+    """Release the locks that are held only for the object with this id."""
     with _guard:
         for file in list(_held):
-            _leave(file, owner)
+            _remove_owner(file, owner)
 
 
-def _leave(file: _File, owner: int) -> None:
+def _remove_owner(file: _File, owner: int) -> None:
     with _guard:
         held = _held.get(file)
         if held is None or owner not in held.owners:
-            return  # in a forked process, which has none of its parent's locks
+            return  # in a forked process, which does not hold its parent's locks
         held.owners.pop(owner).detach()
         if not held.owners:
             _held.pop(file).close()
 
 
-def _drop_removed() -> None:
-    """Let go of lock files that somebody has removed together with their directories."""
+def _release_removed() -> None:
+    """Release locks whose files were removed, together with their directories."""
     removed = [file for file, held in list(_held.items()) if os.fstat(held.descriptor).st_nlink == 0]
     for file in removed:
         _held.pop(file).close()
 
 
-def _forget_in_child() -> None:
-    """A forked process shares its parent's locks, and would keep them when the parent has ended."""
+def _close_in_child() -> None:
+    """Close the locks that a forked process inherits: it would hold them after its parent has ended."""
     while _held:
         _held.popitem()[1].close()
     _guard.release()
 
 
-# Nobody forks while another thread is in the middle of a change.
-os.register_at_fork(before=_guard.acquire, after_in_parent=_guard.release, after_in_child=_forget_in_child)
+# No thread forks while another one changes the tables.
+os.register_at_fork(before=_guard.acquire, after_in_parent=_guard.release, after_in_child=_close_in_child)

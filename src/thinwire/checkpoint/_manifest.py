@@ -1,6 +1,6 @@
-"""The table of contents of a checkpoint: what was saved by whom, and what its files must look like.
+"""The manifest of a checkpoint: which run saved it, and the size and digest of every file.
 
-It is JSON, and holds a SHA-256 of itself. It is believed only if it is, byte for byte, what `encode` would write.
+It is JSON and contains a SHA-256 of its own contents. `decode` accepts it only if `encode` would write the same bytes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from thinwire._checks import MANY, is_integer
+from thinwire._checks import INT64_MAX, is_integer
 
 MANIFEST = "manifest.json"
 MODEL = "model.pt"
@@ -19,13 +19,13 @@ FORMAT = 1
 
 
 def rank_file(rank: int) -> str:
-    """The name of the file of a rank."""
+    """The name of a rank's file."""
     return f"rank-{rank:05d}.pt"
 
 
 @dataclass(frozen=True)
 class Entry:
-    """How many bytes a file has, and which."""
+    """The size and the digest of a file."""
 
     size: int
     sha256: str
@@ -33,36 +33,36 @@ class Entry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says of itself."""
+    """The fields of a manifest."""
 
     thinwire: str
-    """The version that wrote it."""
+    """The version of thinwire that wrote it."""
     step: int
     optimizer: str
-    """The name of its class."""
+    """The name of the optimizer's class."""
     world_size: int
     nodes: tuple[tuple[int, ...], ...]
     bucket_mb: float | None
     files: dict[str, Entry]
-    """The model's and those of all ranks, be they in this directory or on other machines."""
+    """The file of the model and those of all ranks, including files on other machines."""
 
     def common(self) -> dict[str, Any]:
-        """What is the same on all machines: each has written its own model, whose buffers may differ."""
-        described = asdict(self)
-        del described["files"][MODEL]
-        return described
+        """The fields that are the same on all machines. Each writes its own model file, whose buffers may differ."""
+        fields = asdict(self)
+        del fields["files"][MODEL]
+        return fields
 
     def encode(self) -> bytes:
         """The contents of the file."""
-        return _seal({"format": FORMAT, **asdict(self)})
+        return _with_digest({"format": FORMAT, **asdict(self)})
 
 
 def decode(raw: bytes) -> Manifest:
-    """Read a manifest that anybody may have written.
+    """Read a manifest from an untrusted source.
 
     Raises:
-        ValueError: saying what is wrong with it.
-        RecursionError: when it is nested without an end in sight.
+        ValueError: describing what is wrong with it.
+        RecursionError: if it is nested too deeply.
     """
     try:
         fields = json.loads(raw)
@@ -73,13 +73,13 @@ def decode(raw: bytes) -> Manifest:
     if not is_integer(fields["format"], FORMAT, FORMAT):
         raise ValueError(f"is of format {fields['format']!r:.40}, this version of thinwire reads {FORMAT}")
     fields.pop("sha256", None)
-    if _seal(fields) != raw:
-        raise ValueError("has been altered: its SHA-256 is not that of its contents")
+    if _with_digest(fields) != raw:
+        raise ValueError("has been altered: its SHA-256 does not match its contents")
     del fields["format"]
     return _checked(fields)
 
 
-def _seal(fields: dict[str, Any]) -> bytes:
+def _with_digest(fields: dict[str, Any]) -> bytes:
     digest = hashlib.sha256(json.dumps(fields).encode()).hexdigest()
     return (json.dumps({**fields, "sha256": digest}, indent=1) + "\n").encode()
 
@@ -90,10 +90,10 @@ def _checked(fields: dict[str, Any]) -> Manifest:
         raise ValueError(f"has the entries {sorted(fields)}, expected {sorted(expected)}")
     for name in ("thinwire", "optimizer"):
         _require(isinstance(fields[name], str), name, fields[name])
-    _require(is_integer(fields["step"], 0, MANY), "step", fields["step"])
+    _require(is_integer(fields["step"], 0, INT64_MAX), "step", fields["step"])
     world_size, nodes, bucket_mb, files = (fields[n] for n in ("world_size", "nodes", "bucket_mb", "files"))
-    _require(is_integer(world_size, 1, MANY), "world_size", world_size)
-    # No number is believed before something of its size has been seen.
+    _require(is_integer(world_size, 1, INT64_MAX), "world_size", world_size)
+    # Compare world_size with the number of files before looping over it: it may be any number.
     _require(isinstance(files, dict) and len(files) == world_size + 1, "files", files)
     for name in (MODEL, *map(rank_file, range(world_size))):
         _require(name in files and _is_entry(files[name]), f"files[{name!r}]", files.get(name))
@@ -112,14 +112,14 @@ def _is_entry(entry: object) -> bool:
     return (
         isinstance(entry, dict)
         and entry.keys() == {"size", "sha256"}
-        and is_integer(entry["size"], 0, MANY)
+        and is_integer(entry["size"], 0, INT64_MAX)
         and isinstance(entry["sha256"], str)
         and re.fullmatch("[0-9a-f]{64}", entry["sha256"]) is not None
     )
 
 
 def _is_grid(nodes: object, world_size: int) -> bool:
-    """Whether it is all ranks, equally many a node."""
+    """Whether `nodes` contains every rank once, with equally many ranks per node."""
     if not isinstance(nodes, list) or not nodes or not all(isinstance(node, list) for node in nodes):
         return False
     ranks = [rank for node in nodes for rank in node]
@@ -131,4 +131,4 @@ def _is_grid(nodes: object, world_size: int) -> bool:
 
 
 def _is_size(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= MANY
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= INT64_MAX

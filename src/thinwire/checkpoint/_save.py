@@ -1,4 +1,4 @@
-"""Writing a checkpoint, one stage after the other; all ranks end a stage before any begins the next."""
+"""Writing a checkpoint in stages. All ranks complete a stage before any of them begins the next."""
 
 from __future__ import annotations
 
@@ -12,36 +12,37 @@ from typing import Any
 
 from torch import nn
 
-from thinwire._checks import MANY, is_integer
+from thinwire._checks import INT64_MAX, is_integer
 from thinwire._version import __version__
-from thinwire.checkpoint import _contents
+from thinwire.checkpoint._collective import on_all_ranks
+from thinwire.checkpoint._directory import CheckpointDirectory, CheckpointName, random_token
 from thinwire.checkpoint._files import make_directories, sync_directory, write_bytes, write_tensors
-from thinwire.checkpoint._lock import Claim, release
+from thinwire.checkpoint._lock import DirectoryLock, release
 from thinwire.checkpoint._manifest import MANIFEST, MODEL, Entry, Manifest, rank_file
-from thinwire.checkpoint._store import Name, Store, draw_token
-from thinwire.checkpoint._together import together
+from thinwire.checkpoint._model import unwrapped
+from thinwire.checkpoint._rank_contents import rank_contents
 from thinwire.errors import name_ranks
 from thinwire.optimizers.optimizer import WireOptimizer
 
 
 @dataclass(frozen=True)
 class _Proposal:
-    """What a rank says before anything is written."""
+    """What each rank sends to the others before anything is written."""
 
     step: int
     token: str
 
 
-class Saving:
-    """One checkpoint on its way to the disk, as one rank sees it.
+class SaveOperation:
+    """One call of `save` on one rank.
 
     Args:
         path: the directory of checkpoints.
-        model: whatever is wrapped around it.
-        optimizer: of thinwire.
-        step: by the user's count.
-        extra: what else this rank saves.
-        keep: how many checkpoints to keep, None for all.
+        model: the model, with or without wrappers.
+        optimizer: a thinwire optimizer.
+        step: the number of steps taken, as the user counts them.
+        extra: further data that this rank saves.
+        keep: how many checkpoints to keep; None for all.
     """
 
     def __init__(
@@ -57,72 +58,72 @@ class Saving:
         self._step, self._extra, self._keep = step, extra, keep
 
     def run(self) -> Path:
-        """All stages.
+        """Run all stages.
 
         Raises:
-            Exception: on every rank, when a stage fails on any; the temporary directory is gone then.
+            Exception: on every rank, if a stage fails on any. The temporary directory is removed.
         """
         peers = self._optimizer._peers
-        self._agree(peers.gather(together(peers, self._propose)))
+        self._agree(peers.gather(on_all_ranks(peers, self._propose)))
         self._lock()
         try:
-            entries = peers.gather(together(peers, self._write_own))
-            together(peers, lambda: self._write_shared(entries))
-            together(peers, self._publish)
+            entries = peers.gather(on_all_ranks(peers, self._write_own))
+            on_all_ranks(peers, lambda: self._write_shared(entries))
+            on_all_ranks(peers, self._publish)
         except Exception:
-            # All ranks of a directory do this at once. What they leave the next one to save removes.
+            # All ranks of a directory do this at the same time. The next save removes whatever is left.
             shutil.rmtree(self._temporary, ignore_errors=True)
             raise
         self._remove_old()
-        return self._store.final(self._name)
+        return self._directory.final(self._name)
 
     def _propose(self) -> _Proposal:
         _check(self._model, self._step, self._extra, self._keep)
-        self._store = Store(Path(self._path))
-        self._module = _contents.bare(self._model)
-        self._contents = _contents.of_rank(self._module, self._optimizer, self._extra or {})
-        make_directories(self._store.path)
-        return _Proposal(self._step, draw_token())
+        self._directory = CheckpointDirectory(Path(self._path))
+        self._module = unwrapped(self._model)
+        self._contents = rank_contents(self._module, self._optimizer, self._extra or {})
+        make_directories(self._directory.path)
+        return _Proposal(self._step, random_token())
 
     def _agree(self, proposals: list[_Proposal]) -> None:
         steps = [proposal.step for proposal in proposals]
         if len(set(steps)) > 1:
-            told = [
+            listed = [
                 f"step={step} on {name_ranks([rank for rank, other in enumerate(steps) if other == step])}"
                 for step in sorted(set(steps))
             ]
-            raise ValueError(f"ranks save different steps: {', '.join(told)}. A checkpoint is of one step on all ranks")
+            raise ValueError(f"ranks save different steps: {', '.join(listed)}. All ranks must save the same step")
         self._token = proposals[0].token
-        self._temporary = self._store.temporary(self._token)
+        self._temporary = self._directory.temporary(self._token)
 
     def _lock(self) -> None:
-        """Keep other runs out of the directory, and choose the name of the checkpoint."""
-        peers, claim = self._optimizer._peers, Claim(self._store.path, self._token, self._optimizer)
+        """Lock the directory against other runs, and choose the name of the checkpoint."""
+        peers, lock = self._optimizer._peers, DirectoryLock(self._directory.path, self._token, self._optimizer)
         try:
-            together(peers, claim.stake)
-            together(peers, claim.confirm)
+            on_all_ranks(peers, lock.try_acquire)
+            on_all_ranks(peers, lock.verify)
         except BaseException:
-            claim.withdraw()
+            lock.undo()
             raise
         if not self._optimizer._at_close:
             self._optimizer._at_close.append(functools.partial(release, id(self._optimizer)))
-        # Only now is nobody else at it.
-        seen: list[list[Name]] = peers.gather(together(peers, self._store.names))
+        # List the names only now: no other run can add one any more.
+        seen: list[list[CheckpointName]] = peers.gather(on_all_ranks(peers, self._directory.names))
         newest = max((name.sequence for names in seen for name in names), default=0)
-        self._name = Name(newest + 1, self._step)
+        self._name = CheckpointName(newest + 1, self._step)
         self._everywhere = set.intersection(*map(set, seen)) | {self._name}
 
     def _write_own(self) -> Entry:
-        # Before anything is written, because the room may be needed. Several ranks may be at it at the same time, so
-        # that each finds some of it gone; whatever stays is told at the end.
-        self._store.sweep(besides=self._token, ignore_errors=True)
+        # Free the space before writing. Several ranks may sweep at the same time and find files that are gone already;
+        # _remove_old() reports what is left.
+        self._directory.sweep(exclude=self._token, ignore_errors=True)
         self._temporary.mkdir(exist_ok=True)
         file = self._temporary / rank_file(self._optimizer._peers.rank)
         return write_tensors(file, self._contents, "`extra`, parameter groups and the model's buffers")
 
     def _write_shared(self, entries: list[Entry]) -> None:
-        self._leads = self._store.leads(self._token, self._optimizer._peers.rank)
-        if not self._leads:
+        self._writes_shared = self._directory.is_lowest_rank(self._token, self._optimizer._peers.rank)
+        if not self._writes_shared:
             return
         state = self._module.state_dict()
         files = {MODEL: write_tensors(self._temporary / MODEL, state, "the model's state dict")}
@@ -140,24 +141,24 @@ class Saving:
         sync_directory(self._temporary)
 
     def _publish(self) -> None:
-        if self._leads:
-            self._store.publish(self._token, self._name)
+        if self._writes_shared:
+            self._directory.publish(self._token, self._name)
 
     def _remove_old(self) -> None:
-        if not self._leads:
+        if not self._writes_shared:
             return
         try:
             if self._keep is not None:
-                # A machine may have one that others lack, because of a crash: that one does not count for them.
-                names, everywhere = self._store.names(), sorted(self._everywhere)
+                # After a crash a machine may have checkpoints that others lack. Keep enough of those that all have.
+                names, everywhere = self._directory.names(), sorted(self._everywhere)
                 kept = {*names[-self._keep :], *everywhere[-self._keep :]}
-                self._store.discard([name for name in names if name not in kept])
-            self._store.sweep()
+                self._directory.discard([name for name in names if name not in kept])
+            self._directory.sweep()
         except OSError as error:
-            # It may be in use, or have become somebody else's. That is no reason to stop a run whose state is safe.
+            # A file may be in use or belong to another user. The new checkpoint is safe, so the run continues.
             warnings.warn(
-                f"{self._store.final(self._name)} is saved, but something old could not be removed: {error}. The next "
-                "save tries again",
+                f"{self._directory.final(self._name)} is saved, but an old checkpoint could not be removed: {error}. "
+                "The next save tries again",
                 RuntimeWarning,
                 stacklevel=4,
             )
@@ -166,9 +167,9 @@ class Saving:
 def _check(model: object, step: object, extra: object, keep: object) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is {type(model).__name__}, expected a torch.nn.Module")
-    if not is_integer(step, 0, MANY):
-        raise ValueError(f"step={step!r}: expected how many steps have been taken, an integer")
+    if not is_integer(step, 0, INT64_MAX):
+        raise ValueError(f"step={step!r}: expected the number of steps taken, an integer")
     if extra is not None and not isinstance(extra, dict):
         raise TypeError(f"extra is {type(extra).__name__}, expected a dict")
-    if keep is not None and not is_integer(keep, 1, MANY):
-        raise ValueError(f"keep={keep!r}: expected how many checkpoints to keep, at least 1, or None for all")
+    if keep is not None and not is_integer(keep, 1, INT64_MAX):
+        raise ValueError(f"keep={keep!r}: expected the number of checkpoints to keep, at least 1, or None for all")

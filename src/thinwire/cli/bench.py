@@ -207,7 +207,7 @@ def _exchange_table(label: str, ranks: int, rows: list[bench_exchange.ExchangeRe
     for row in rows:
         where = [
             f"{name} {row.details[f'{name}_seconds'] * 1e3:.1f}"
-            for name in ("encode", "vote", "apply", "wire", "exposed_wait")
+            for name in ("encode", "merge", "apply", "wire", "exposed_wait")
             if f"{name}_seconds" in row.details
         ]
         table.add_row(

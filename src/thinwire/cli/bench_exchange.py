@@ -205,7 +205,7 @@ def _quartiles(values: list[float]) -> list[float]:
 
 def _where_time_went(before: thinwire.Metrics, after: thinwire.Metrics) -> dict[str, Any]:
     steps = after.steps - before.steps
-    spent = ("encode_seconds", "vote_seconds", "apply_seconds", "wire_seconds", "exposed_wait_seconds")
+    spent = ("encode_seconds", "merge_seconds", "apply_seconds", "wire_seconds", "exposed_wait_seconds")
     return {name: (getattr(after, name) - getattr(before, name)) / steps for name in (*spent, "bytes_sent", "rounds")}
 
 

@@ -122,7 +122,7 @@ def _notes(comparison: Comparison) -> dict[str, str]:
     if challenger.metrics is not None:
         parts = ", ".join(
             f"{name} {_milliseconds(challenger.metrics[f'{name}_seconds'] / challenger.steps)}"
-            for name in ("encode", "wire", "vote", "apply")
+            for name in ("encode", "wire", "merge", "apply")
         )
         notes[f"Inside {challenger.label}"] = f"{parts}, per step on worker 0; wire includes waits for slower workers."
     return notes

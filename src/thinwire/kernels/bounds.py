@@ -12,6 +12,8 @@ from typing import NoReturn, TypeVar
 import torch
 from torch import Tensor
 
+from thinwire._torch_compat import write_count
+
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 I32, I64, U8, BOOL = torch.int32, torch.int64, torch.uint8, torch.bool
 DTypes = tuple[torch.dtype, ...]
@@ -109,7 +111,7 @@ class Ranges:
 def bounds_of(kernel: str, runs: Tensor) -> Bounds:
     """The bounds of a table of runs, computed when the table is first seen or has been written to."""
     known = runs.__dict__.get(_CACHE)
-    if known is not None and known.version == runs._version and known.pointer == runs.data_ptr():
+    if known is not None and known.version == write_count(runs) and known.pointer == runs.data_ptr():
         return known
     return _remember(runs, Bounds(kernel, runs))
 
@@ -117,7 +119,7 @@ def bounds_of(kernel: str, runs: Tensor) -> Bounds:
 def ranges_of(kernel: str, ranges: Tensor) -> Ranges:
     """The same for a table of ranges."""
     known = ranges.__dict__.get(_CACHE)
-    if known is not None and known.version == ranges._version and known.pointer == ranges.data_ptr():
+    if known is not None and known.version == write_count(ranges) and known.pointer == ranges.data_ptr():
         return known
     return _remember(ranges, Ranges(kernel, ranges))
 
@@ -127,7 +129,7 @@ _Known = TypeVar("_Known", Bounds, Ranges)
 
 def _remember(table: Tensor, known: _Known) -> _Known:
     if not table.is_inference():  # those do not count how often they were written to
-        known.version = table._version
+        known.version = write_count(table)
         setattr(table, _CACHE, known)
     return known
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire._checks import MANY, is_integer
+from thinwire._checks import INT64_MAX, is_integer
+from thinwire._torch_compat import is_zero_without_memory
 from thinwire.kernels import ops
 from thinwire.transport.layout import is_dense
 
@@ -116,7 +117,7 @@ def gradient_of(p: Tensor) -> Tensor | None:
     # Autograd hands out lazily negated views, for example from complex arithmetic. Kernels read memory, which has the
     # opposite sign.
     grad = grad.resolve_neg()
-    if grad._is_zerotensor():
+    if is_zero_without_memory(grad):
         grad = grad.clone()  # zeros without memory
     if not is_dense(p):
         return grad.contiguous()
@@ -131,7 +132,7 @@ def check_seed(seed: int) -> None:
     Raises:
         ValueError: naming the argument.
     """
-    if not is_integer(seed, 0, MANY):
+    if not is_integer(seed, 0, INT64_MAX):
         raise ValueError(f"seed={seed!r}: expected an integer in [0, 2**63)")
 
 

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack  # which torch depends on; typing has it from Python 3.11 on
 
+from thinwire._torch_compat import scale_passed_to_step, unscales_in_step, write_count
 from thinwire.kernels.modes import Scale
 from thinwire.metrics import Meter, Metrics
 from thinwire.optimizers import state_dict as state_dicts
@@ -61,6 +62,7 @@ class WireOptions(TypedDict, total=False):
     check_replicas_every: int
 
 
+@unscales_in_step
 class WireOptimizer(Optimizer):
     """What all of thinwire's optimizers share. See the subclasses for use.
 
@@ -80,8 +82,6 @@ class WireOptimizer(Optimizer):
             `thinwire.Birder`.
     """
 
-    # GradScaler would otherwise decide on each rank by itself whether step() is called, and the others would wait.
-    _step_supports_amp_scaling = True
     _built = False
 
     def __init_subclass__(cls) -> None:
@@ -273,8 +273,7 @@ class WireOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # torch.amp.GradScaler leaves its scale in this attribute while it calls step(), None after unscale_().
-        scale = self._inverse(getattr(self, "grad_scale", None))
+        scale = self._inverse(scale_passed_to_step(self))
         rule, session = self._rule, self._session
         self._context.groups = self.param_groups
         refuse_rates_on_devices(self.param_groups)
@@ -419,9 +418,9 @@ class WireOptimizer(Optimizer):
             return 1.0 / float(scale)
         # Needed for every gradient, and changed once per step. The scale is referenced, so that no other tensor can
         # take its place in memory.
-        if self._inverted is None or self._inverted[0] is not scale or self._inverted[1] != scale._version:
+        if self._inverted is None or self._inverted[0] is not scale or self._inverted[1] != write_count(scale):
             inverse = scale.detach().to(torch.float64).reciprocal().to(torch.float32)
-            self._inverted = (scale, scale._version, inverse)
+            self._inverted = (scale, write_count(scale), inverse)
         return self._inverted[2]
 
     # Reading ---------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import struct
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from thinwire._checks import MANY, is_integer
+from thinwire._checks import INT64_MAX, is_integer
 from thinwire.errors import PeerLost, ReplicasDiffer, TooManySkips, name_ranks
 from thinwire.optimizers.inputs import checksum
 
@@ -30,7 +30,7 @@ class Skips:
     """
 
     def __init__(self, most: int | None) -> None:
-        if most is not None and not is_integer(most, 1, MANY):
+        if most is not None and not is_integer(most, 1, INT64_MAX):
             raise ValueError(f"max_consecutive_skips={most!r}: expected a positive number of steps, or None")
         self.most = most
         self._in_a_row = 0
@@ -68,7 +68,7 @@ class ReplicaCheck:
     """
 
     def __init__(self, every: int) -> None:
-        if not is_integer(every, 0, MANY):
+        if not is_integer(every, 0, INT64_MAX):
             raise ValueError(f"check_replicas_every={every!r}: expected a number of steps, or 0 for never")
         self.every = every
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from thinwire._checks import MANY
+from thinwire._checks import INT64_MAX
 from thinwire.optimizers.inputs import make_plain
 from thinwire.transport.memory import HOST
 from thinwire.transport.state import Tensors
@@ -272,7 +272,7 @@ def _pairs(i: int, saved: Any, kept: Tensors) -> dict[str, tuple[Tensor, Tensor]
         value = saved[name]
         if (
             isinstance(value, (int, float))
-            and -MANY <= value <= MANY
+            and -INT64_MAX <= value <= INT64_MAX
             and (own.is_floating_point() or value == int(value))
         ):
             value = torch.tensor(value, device=HOST).to(own.dtype)  # as some tools save counters

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from thinwire._checks import MANY, is_integer
+from thinwire._checks import INT64_MAX, is_integer
 from thinwire.compressors.dense import Dense
 from thinwire.compressors.scaled_sign import ScaledSign
 from thinwire.kernels.modes import Scale
@@ -49,7 +49,7 @@ def check_length(warmup_steps: Length, beta2: float) -> None:
     """
     window = window_of(beta2)
     if warmup_steps != "auto":
-        if not is_integer(warmup_steps, 1, MANY):
+        if not is_integer(warmup_steps, 1, INT64_MAX):
             raise ValueError(f"warmup_steps={warmup_steps!r}: expected 'auto' or a positive number of steps")
         if warmup_steps < window:
             raise ValueError(
@@ -66,7 +66,7 @@ def warn_of_dense_run(warmup_steps: Length, total_steps: int | None, beta2: floa
     """
     if total_steps is None:
         return
-    if not is_integer(total_steps, 1, MANY):
+    if not is_integer(total_steps, 1, INT64_MAX):
         raise ValueError(f"total_steps={total_steps!r}: expected a positive number of steps, or None")
     least = (_CHECKS + 1) * _steps_between_checks(beta2) if warmup_steps == "auto" else warmup_steps
     if least >= total_steps:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from thinwire._checks import MANY, is_integer
+from thinwire._checks import INT64_MAX, is_integer
 from thinwire.compressors.dense import Dense
 from thinwire.compressors.local import Alone, AmongNode
 from thinwire.compressors.scaled_sign import ScaledSign
@@ -176,7 +176,7 @@ class ZeroOneAdamRule(UpdateRule):
 
     def __init__(self, schedule: dict[str, int], variance_floor: float, error_dtype: torch.dtype) -> None:
         for name, value in schedule.items():
-            if not is_integer(value, 1, MANY):
+            if not is_integer(value, 1, INT64_MAX):
                 raise ValueError(f"{name}={value!r}: expected a positive number of steps")
         self._freeze_step, scaler = schedule["var_freeze_step"], schedule["var_update_scaler"]
         if self._freeze_step < scaler:

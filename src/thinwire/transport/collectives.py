@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire._torch_compat import all_gather, all_to_all
 from thinwire.transport.connections import Connection
 from thinwire.transport.messages import MessagesFailed
 
@@ -39,12 +40,11 @@ class Collectives:
 
     def scatter(self, rows: Tensor, into: Tensor) -> None:
         """Send every member its row, and receive one from each."""
-        self._run(lambda: self._connection.group.alltoall_base(into.view(-1), rows.view(-1), [], []))
+        self._run(lambda: all_to_all(self._connection.group, into.view(-1), rows.view(-1)))
 
     def gather(self, rows: Tensor) -> None:
         """Send every member this rank's row, and receive theirs."""
-        # A method of the group: the public function has different names in different versions of torch.
-        self._run(lambda: self._connection.group._allgather_base(rows.view(-1), rows[self.own]))
+        self._run(lambda: all_gather(self._connection.group, rows.view(-1), rows[self.own]))
 
     def _run(self, collective: Callable[[], dist.Work | None]) -> None:
         try:

@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
-from torch.distributed import PrefixStore, ProcessGroup
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed import ProcessGroup
 
+from thinwire._torch_compat import backends, connect_group
 from thinwire.transport.memory import HOST
 
 DESCRIPTION = "thinwire"
@@ -85,19 +84,18 @@ class Connections:
 
 def _shut_down(group: ProcessGroup) -> None:
     """Destroy NCCL communicators, which do not end with the last reference to their group."""
-    for device in group._device_types:
-        backend = group._get_backend(device)
+    for backend in backends(group).values():
         if backend.name() == "nccl":
             backend.shutdown()
 
 
 def abort_group(group: ProcessGroup) -> None:
     """Make all waits in a group fail at once, here and, because connections close, on its other members."""
-    for device in group._device_types:
-        backend = group._get_backend(device)
+    served = backends(group)
+    for backend in served.values():
         if backend.name() in ("nccl", "virtual"):
             backend.abort()  # may leave incomplete data in a receive buffer; checksums detect that
-    if HOST not in group._device_types:
+    if HOST.type not in served:
         return
     for member in range(group.size()):
         if member != group.rank():
@@ -121,21 +119,7 @@ def private_group(
         device: the kind of device that the group serves.
         timeout: how long members wait for each other; None for the backend's default.
     """
-    store = PrefixStore(f"thinwire/{name}/", _get_default_store())
-    group = ProcessGroup(store, own, len(ranks))
-    if backend == "nccl":
-        options = dist.ProcessGroupNCCL.Options()
-        if timeout is not None:
-            options._timeout = timeout
-        options.global_ranks_in_group = list(ranks)
-        kind, made = ProcessGroup.BackendType.NCCL, dist.ProcessGroupNCCL(store, own, len(ranks), options)
-    else:
-        waits = {} if timeout is None else {"timeout": timeout}
-        kind, made = ProcessGroup.BackendType.GLOO, dist.ProcessGroupGloo(store, own, len(ranks), **waits)
-    made._set_sequence_number_for_group()
-    group._set_default_backend(kind)
-    group._register_backend(torch.device(device.type), kind, made)
-    group._set_group_desc(DESCRIPTION)
+    group = connect_group(f"thinwire/{name}/", ranks, own, backend, device, timeout, DESCRIPTION)
     if backend == "gloo":
         # A member that closes its connections right away must not do so while another still connects.
         group.barrier().wait()

@@ -132,7 +132,7 @@ class LaneTransport(Transport):
             complete(endpoint.packets_due[index])
         if frame.received is not frame.sent:
             frame.received[worker] = frame.sent[worker]
-        with self.meter.vote:
+        with self.meter.merge:
             try:
                 for sender, received in zip(endpoint.ranks, endpoint.received[index], strict=True):
                     header = bucket.header(frame.received, sender)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -13,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from thinwire._torch_compat import backends, group_timeout
 from thinwire.errors import PeerLost
 from thinwire.transport.connections import Connection, abort_group, private_group
 
@@ -120,9 +120,9 @@ class Peers:
         """
         if self.group is None or len(members) == 1:
             return None
-        ranks, timeout = self.ranks(), timeout_of(self.group)
+        ranks, timeout = self.ranks(), group_timeout(self.group)
         connected = [ranks[member] for member in members]
-        own, backend = members.index(self.rank), self.group._get_backend(device).name()
+        own, backend = members.index(self.rank), backends(self.group)[device.type].name()
 
         def connect() -> dist.ProcessGroup:
             return private_group(connected, own, name, backend, device, timeout)
@@ -137,10 +137,10 @@ class Peers:
         """
         if self.group is None or self.size == 1:
             return
-        backends = {kind.type: self.group._get_backend(kind).name() for kind in self.group._device_types}
+        names = {kind: backend.name() for kind, backend in backends(self.group).items()}
         wanted = "nccl" if device.type == "cuda" else "gloo"
-        if backends.get(device.type) != wanted:
-            listed = ", ".join(f"{kind}: {name}" for kind, name in sorted(backends.items()))
+        if names.get(device.type) != wanted:
+            listed = ", ".join(f"{kind}: {name}" for kind, name in sorted(names.items()))
             raise ValueError(
                 f"parameters on {str(device)!r}, and a process group that serves {listed}: expected one with {wanted} "
                 f"for {device.type}. Call init_process_group() without a backend, or with {wanted!r}"
@@ -161,7 +161,7 @@ class Peers:
     def _device(self) -> torch.device:
         """The device of gathered values: the CPU, or the current GPU if the group does not serve CPUs."""
         assert self.group is not None, "there are other ranks"
-        kinds = {kind.type for kind in self.group._device_types}
+        kinds = backends(self.group).keys()
         return torch.device("cpu") if "cpu" in kinds or not kinds else torch.device("cuda", torch.cuda.current_device())
 
     def _run(self, call: Callable[[], Result], stage: str, step: int | None = None) -> Result:
@@ -171,7 +171,7 @@ class Peers:
         interrupt it.
         """
         assert self.group is not None, "there are other ranks"
-        timeout, device = timeout_of(self.group), self._device
+        timeout, device = group_timeout(self.group), self._device
         result: futures.Future[Result] = futures.Future()
         thread = threading.Thread(target=_set_result, args=(result, call, device), name="thinwire-peers", daemon=True)
         try:
@@ -205,14 +205,3 @@ def _check_world_size() -> None:
             f"WORLD_SIZE={world_size}, but torch.distributed is not initialised: call "
             "torch.distributed.init_process_group() first, or unset WORLD_SIZE to train alone"
         )
-
-
-def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:
-    """How long members of a group wait for each other; None if unknown."""
-    # new_group() ignores the timeout of init_process_group(); only the backend has it.
-    for device in group._device_types:
-        try:
-            return group._get_backend(device).options._timeout
-        except (RuntimeError, AttributeError):
-            continue
-    return None

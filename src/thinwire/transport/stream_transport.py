@@ -20,6 +20,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from thinwire._torch_compat import group_timeout
 from thinwire.errors import CorruptPacket, PeerLost
 from thinwire.kernels.ops import Kernels
 from thinwire.metrics import Meter
@@ -33,7 +34,6 @@ from thinwire.transport.layout import Layout
 from thinwire.transport.messages import waiting_for
 from thinwire.transport.node import Node, StreamNode
 from thinwire.transport.packet import DeviceHeaders
-from thinwire.transport.peers import timeout_of
 from thinwire.transport.report import Outcome, Report
 from thinwire.transport.streams import Event, Streams, streams_of, wait_for
 from thinwire.transport.transport import Transport
@@ -111,7 +111,7 @@ class StreamTransport(Transport):
 
     def __init__(self, connections: Connections, kernels: Kernels, meter: Meter, side: SideStream) -> None:
         super().__init__(connections, kernels, meter)
-        self._timeout = timeout_of(connections.all[0].group) if connections.all else None
+        self._timeout = group_timeout(connections.all[0].group) if connections.all else None
         self._side = side
         self._endpoints: weakref.WeakKeyDictionary[PacketBuffers, _Endpoint] = weakref.WeakKeyDictionary()
         self._endpoint: _Endpoint | None = None

@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire._torch_compat import PythonProcessGroup
 from thinwire.errors import PeerLost
 from thinwire.transport.connections import Connection
-from thinwire.transport.memory import HOST
 from thinwire.transport.peers import Peers, virtual_worker
 
 
@@ -204,7 +204,7 @@ class VirtualPeers(Peers):
         return Connection(VirtualGroup(self.world, own, len(members), self.rank, (*members, name)))
 
 
-class VirtualGroup(dist.ProcessGroup):
+class VirtualGroup(PythonProcessGroup):
     """A group of virtual workers, for one of them. It has the methods of a process group that messages need.
 
     Args:
@@ -216,18 +216,11 @@ class VirtualGroup(dist.ProcessGroup):
     """
 
     def __init__(self, world: _World, own: int, size: int, worker: int, name: Hashable) -> None:
-        super().__init__(own, size)  # pyright: ignore[reportCallIssue]  (its stub has only another constructor)
+        super().__init__(own, size)
         self._world = world
         self._own = own
         self._worker = worker
         self._name = name
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [HOST]
-
-    def _get_backend(self, device: torch.device) -> Any:
-        return self
 
     def name(self) -> str:
         """The name of the backend."""

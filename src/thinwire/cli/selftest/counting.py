@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire._torch_compat import ALL_GATHER_METHOD
 from thinwire.transport.connections import DESCRIPTION
 
 
@@ -49,7 +50,7 @@ _SIZES: dict[str, Callable[..., int]] = {
     "alltoall": _listed,
     "allgather": _to_all,
     "all_gather_single": _to_all,
-    "_allgather_base": _to_all,
+    ALL_GATHER_METHOD: _to_all,
 }
 """Of all ways to send that an exchange may use, by names that not every version of torch has."""
 

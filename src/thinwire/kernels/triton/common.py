@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from thinwire._torch_compat import write_count
 from thinwire.kernels.bounds import bounds_of, need
 from thinwire.kernels.modes import Gate
 
@@ -37,7 +38,7 @@ def table_on(device: torch.device, table: Tensor) -> Tensor:
     if table not in _tables:
         _tables[table] = {}
     known: dict[torch.device, tuple[int, Tensor]] = _tables[table]
-    version = -1 if table.is_inference() else table._version
+    version = -1 if table.is_inference() else write_count(table)
     if device not in known or known[device][0] != version or version < 0:
         known[device] = version, table.to(device)
     return known[device][1]
