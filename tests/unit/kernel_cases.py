@@ -32,7 +32,7 @@ a tensor fills its allocation."""
 FLOAT_PLANES = 4 * 8
 """A float takes the room of so many bits."""
 
-PATIENT = settings(deadline=None, max_examples=8 if SANITIZED else 40)  # a busy machine is no finding
+PATIENT = settings(deadline=None, max_examples=8 if SANITIZED else 40)  # a loaded machine is slow
 REFERENCE = ops.BACKENDS["reference"]
 ON_CPU = {name: ops.BACKENDS[name] for name in ("reference", "native")}
 """The backends that are at home there."""

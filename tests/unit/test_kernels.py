@@ -186,7 +186,7 @@ def test_activity_refresh_whatever_it_is_given(**case: Any) -> None:
 @given(**GEOMETRY, planes=st.integers(1, 6))
 def test_adopt_whatever_it_is_given(**case: Any) -> None:
     case["phase"] %= case["period"]
-    same_everywhere("adopt", **adopt_case(**case))
+    same_everywhere("activity_update", **adopt_case(**case))
 
 
 # Votes ---------------------------------------------------------------------------------------------------------------

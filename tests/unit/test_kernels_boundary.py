@@ -20,7 +20,7 @@ from thinwire.kernels import ops
 from thinwire.kernels.modes import Gate
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-OF_TORCH = {"shard_scale", "forget", "packet_seal", "packet_check"}
+OF_TORCH = {"shard_scale", "clear_words", "packet_seal", "packet_check"}
 """Operations of the native backend that torch does, without pointers."""
 TABLES = {"runs", "ranges", "which"}
 GIVES_LENGTH = {
@@ -35,7 +35,7 @@ GIVES_LENGTH = {
     "crc32c": {"data"},
     "mean": {"rows"},
     "shard_scale": {"sums"},
-    "forget": {"words"},
+    "clear_words": {"words"},
     "packet_seal": {"packets"},
     "packet_check": {"packets"},
 }
@@ -250,10 +250,10 @@ NUMBERS: list[tuple[str, str, int]] = [
     ("activity_refresh", "phase", 7),
     ("activity_refresh", "offset", -8),
     ("activity_refresh", "first_word", -1),
-    ("adopt", "period", 0),
-    ("adopt", "phase", -1),
-    ("adopt", "byte", -8),
-    ("adopt", "planes", 33),
+    ("activity_update", "period", 0),
+    ("activity_update", "phase", -1),
+    ("activity_update", "byte", -8),
+    ("activity_update", "planes", 33),
     ("vote_bit", "byte", -8),
     ("vote_bit", "answer_byte", -8),
     ("vote_majority", "casting", 4),

@@ -26,8 +26,8 @@ def no_wishes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def without_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """What an installation without a C++ compiler has found when it was imported."""
-    monkeypatch.setattr(library, "_library", None)
-    monkeypatch.setattr(ops, "_said", set())
+    monkeypatch.setattr(native, "_library", None)
+    monkeypatch.setattr(ops, "_warned", set())
 
 
 @needs_native
@@ -52,10 +52,10 @@ def test_another_build_that_is_not_there_is_no_reason_for_the_reference(
 ) -> None:
     monkeypatch.setattr(library, "PATH", tmp_path / "_native.so")
     monkeypatch.setattr(library, "_OTHER_BUILD", None)
-    assert library._load() is None
+    assert library.load() is None
     monkeypatch.setattr(library, "_OTHER_BUILD", str(tmp_path / "_native.so"))
     with pytest.raises(OSError, match=r"_native\.so: cannot open"):
-        library._load()
+        library.load()
 
 
 def test_a_misspelt_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

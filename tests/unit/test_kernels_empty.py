@@ -24,9 +24,9 @@ KEPT = {
     "to",
     "also",
     "sent_scales",
-    "heard_scales",
+    "answer_scales",
     "scales",
-    "scales_before",
+    "previous_scales",
 }
 """Tensors that are not the longer for more elements. A shard without elements has a scale."""
 
@@ -112,7 +112,7 @@ EMPTY: dict[str, dict[str, Any]] = {
     "precondition": {"v": torch.empty(0)},
     "crc32c": {"data": torch.empty(0, dtype=torch.uint8)},
     "activity_refresh": {"state": torch.empty(0), "packets": torch.empty(0, 48, dtype=torch.uint8), "shards": 0},
-    "adopt": {
+    "activity_update": {
         "active": torch.empty(0, dtype=torch.int64),
         "answers": torch.empty(0, 300, dtype=torch.uint8),
         "first_word": 0,
@@ -134,7 +134,7 @@ EMPTY: dict[str, dict[str, Any]] = {
         "momenta": torch.empty(0),
         "gradients": torch.empty(0),
     },
-    "forget": {"words": torch.empty(0, dtype=torch.bool)},
+    "clear_words": {"words": torch.empty(0, dtype=torch.bool)},
 }
 
 

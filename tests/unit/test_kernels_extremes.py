@@ -12,7 +12,7 @@ from tests.unit.kernel_cases import ISAS, allocation, guarded, random, same_ever
 from tests.unit.markov_cases import markov_difference_case, markov_encode_case, momentum_sum_case
 from tests.unit.sign_cases import dense_encode_case
 from thinwire.kernels import ops
-from thinwire.kernels.modes import LARGEST, Say
+from thinwire.kernels.modes import LARGEST, MarkovMode
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # NumPy's, as it interprets
 
@@ -86,7 +86,7 @@ CASES: dict[str, Any] = {
     "momentum_sum": lambda **of: momentum_sum_case(200, seed=3, **of),
     "markov_encode": lambda **of: markov_encode_case(200, seed=3, **of),
     "markov_encode of a momentum": lambda **of: markov_encode_case(200, seed=3, momentum=True, **of),
-    "markov_encode of a greeting": lambda **of: markov_encode_case(200, seed=3, mode=Say.ACTIVATION, **of),
+    "markov_encode of a greeting": lambda **of: markov_encode_case(200, seed=3, mode=MarkovMode.ACTIVATION, **of),
     "markov_difference": lambda **of: markov_difference_case(200, seed=3, **of),
     "markov_difference of a momentum": lambda **of: markov_difference_case(200, seed=3, momentum=True, **of),
 }

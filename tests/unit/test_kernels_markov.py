@@ -1,4 +1,4 @@
-"""Markov compression: native kernels equal the reference to the bit, and both the formulas; what is said adds up."""
+"""Markov compression: native kernels equal the reference to the bit, and both the formulas; messages add up."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from tests.unit.markov_cases import (
 )
 from tests.unit.sign_cases import BETA, GRADIENT, GRADIENTS, RUNS, in_flat
 from tests.unit.test_kernels_sums import adversarial, in_order
-from thinwire.kernels.modes import Say
+from thinwire.kernels.modes import MarkovMode
 
 WORKERS = (1, 2, 3, 4, 5, 7, 8, 16, 33)
 
@@ -72,7 +72,7 @@ def test_markov_encode_for_many_runs_and_steps(grad_dtype: torch.dtype | None, m
             case["grad"] = hard_gradient(3000, grad_dtype, random(step))
         same_everywhere("markov_encode", **case)
         case["sent_scales"][1:] = float(case["sums"][0, 0]) / 3000
-        case["spoke"] = case["active"]
+        case["sent_mask"] = case["active"]
 
 
 @each_mode
@@ -86,7 +86,7 @@ def test_markov_encode_with_gradients_that_are_not_finite(
         case = markov_encode_case(
             count, seed=count, grad_dtype=grad_dtype, momentum=momentum, mode=mode, active=active, finite=False
         )
-        assert same_everywhere("markov_encode", **case) is (mode != Say.RECALL)
+        assert same_everywhere("markov_encode", **case) is (mode != MarkovMode.REPLAY)
         assert bool(case["sums"].isfinite().all())
 
 
@@ -99,7 +99,7 @@ def test_markov_encode_of_huge_memories(momentum: bool, mode: int) -> None:
         at = Places(case["runs"]).element
         case["known"][at] = hard_gradient(1000, torch.float32, random(0))
         blamed = same_everywhere("markov_encode", **case)
-        assert blamed is (grad_dtype is not None and mode != Say.RECALL)
+        assert blamed is (grad_dtype is not None and mode != MarkovMode.REPLAY)
         assert bool(case["sums"].isfinite().all())
 
 
@@ -128,9 +128,11 @@ def test_markov_encode_is_the_formula(backend: str, mode: int, momentum: bool, g
     )
     places = Places(case["runs"])
     own = places.element - 2 * WORD
-    known, spoke = double(case["known"])[own], bits_of(case["spoke"], places.element)
+    known, sent_mask = double(case["known"])[own], bits_of(case["sent_mask"], places.element)
     living = bits_of(case["active"], places.element)
-    message = np.where(bits_of(case["said"], own), 1.0, -1.0) * double(case["sent_scales"])[places.shard] * spoke
+    message = (
+        np.where(bits_of(case["sent_words"], own), 1.0, -1.0) * double(case["sent_scales"])[places.shard] * sent_mask
+    )
     m = double(case["m"])[own] if case["m"] is not None else np.zeros(500)
     g = -0.3 * double(case["grad"])[places.in_param] if case["grad"] is not None else np.zeros(500)
     with kernels_of(backend) as kernels:
@@ -142,11 +144,11 @@ def test_markov_encode_is_the_formula(backend: str, mode: int, momentum: bool, g
     else:
         meant = np.float32(g).astype(np.float64)
     known_new = double(case["known"])[own]
-    if mode == Say.RECALL:
+    if mode == MarkovMode.REPLAY:
         meant, before = known, np.zeros(500)
     else:
         before = np.float32(known + message).astype(np.float64)
-    remembered = mode == Say.ACTIVATION and case["m"] is None
+    remembered = mode == MarkovMode.ACTIVATION and case["m"] is None
     assert_sum(known_new, np.where(living | (not remembered), before, meant))
     change = meant - before
     clear = ~living | (np.abs(change) > 1e-6 * (np.abs(meant) + np.abs(before)) + 1e-30) | (change == 0)
@@ -167,29 +169,29 @@ def test_markov_encode_is_the_formula(backend: str, mode: int, momentum: bool, g
 def test_what_is_said_is_what_is_sent(backend: str, mode: int, momentum: bool) -> None:
     """To the last word, padding included; words of others stay."""
     case = markov_encode_case(777, seed=4, pieces=3, mode=mode, momentum=momentum, shift=2 * WORD)
-    before = case["said"].clone()
+    before = case["sent_words"].clone()
     with kernels_of(backend) as kernels:
         kernels.markov_encode(**case)
     for element, _, count, byte, _, _ in case["runs"].tolist():
         first, words = element // WORD - 2, -(-count // WORD)
         sent = case["packets"][byte : byte + 8 * words].clone().view(torch.int64)
-        assert torch.equal(case["said"][first : first + words], sent)
+        assert torch.equal(case["sent_words"][first : first + words], sent)
         before[first : first + words] = sent
-    assert torch.equal(case["said"], before)
-    assert int(case["said"][-1]) >> (777 % WORD) == 0
+    assert torch.equal(case["sent_words"], before)
+    assert int(case["sent_words"][-1]) >> (777 % WORD) == 0
 
 
 @each_backend
 @each_momentum
 def test_the_sums_have_the_order(backend: str, momentum: bool) -> None:
     """That of tests/unit/test_kernels_sums.py, and what is not active counts nothing."""
-    case = markov_encode_case(1500, seed=3, pieces=5, momentum=momentum, grad_dtype=None, mode=Say.ORDINARY)
+    case = markov_encode_case(1500, seed=3, pieces=5, momentum=momentum, grad_dtype=None, mode=MarkovMode.ORDINARY)
     places = Places(case["runs"])
     values = torch.from_numpy(adversarial(1500, 2))
     case["known"].copy_(in_flat(torch.zeros(1500) if momentum else -values, 3))
     if momentum:
         case["m"].copy_(in_flat(values, 3))
-    case["spoke"].zero_()
+    case["sent_mask"].zero_()
     living = bits_of(case["active"], places.element)
     with kernels_of(backend) as kernels:
         kernels.markov_encode(**case)
@@ -206,7 +208,7 @@ def test_the_sign_of_no_change_is_positive_and_a_zero_is_no_hello(backend: str) 
         zeros = torch.tensor([0.0, -0.0])
         case["known"].copy_(in_flat(zeros.repeat_interleave(50), 0))
         case["grad"].copy_(zeros.repeat(50))
-        case["spoke"].zero_()
+        case["sent_mask"].zero_()
         with kernels_of(backend) as kernels:
             kernels.markov_encode(**case)
         assert (Places(case["runs"]).bits(case["packets"]) == bit).all()
@@ -240,11 +242,11 @@ def test_markov_merge_is_the_formula(backend: str, workers: int, active: str) ->
         for _, _, count, byte, _, _ in places.runs:
             case["rows"][row, byte + count // 8 : byte + 8 * -(-count // WORD)] = 0
     bits = [places.bits(row) for row in case["rows"]]
-    said = [np.where(b, s, -s) / workers for b, s in zip(bits, double(case["scales"]), strict=True)]
+    sent_words = [np.where(b, s, -s) / workers for b, s in zip(bits, double(case["scales"]), strict=True)]
     with kernels_of(backend) as kernels:
         kernels.markov_merge(**case)
     new = double(case["mean"])[own]
-    assert_sum(new, old, *(row * living for row in said))
+    assert_sum(new, old, *(row * living for row in sent_words))
     np.testing.assert_array_equal(new[~living], old[~living])
     change = np.float32(new) - np.float32(g)
     expected = np.where(living, change >= 0, np.any(bits, axis=0))
@@ -285,11 +287,11 @@ def test_markov_difference_whatever_it_is_given(seed: int, shifted: bool, **case
 @each_momentum
 @each_grad
 def test_the_difference_is_what_the_signs_are_of(backend: str, momentum: bool, grad_dtype: torch.dtype | None) -> None:
-    """With bad gradients too; in a step in which nothing had been said that `known` does not have."""
+    """With bad gradients too; in a step where `known` has all messages."""
     options: dict[str, Any] = {"seed": 3, "pieces": 4, "grad_dtype": grad_dtype, "momentum": momentum}
     options |= {"shift": 2 * WORD, "scale": -0.3, "finite": False}
     case, other = markov_encode_case(500, active="all", **options), markov_difference_case(500, **options)
-    case["spoke"].zero_()
+    case["sent_mask"].zero_()
     places = Places(case["runs"])
     with kernels_of(backend) as kernels:
         assert kernels.markov_encode(**case) is kernels.markov_difference(**other) is (grad_dtype is not None)

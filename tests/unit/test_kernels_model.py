@@ -368,7 +368,7 @@ def test_activity_refresh_and_adopt(backend: str) -> None:
     where = {"first_word": first_word, "shard_words": shard_words, "period": period, "phase": phase}
     with kernels_of(backend) as kernels:
         kernels.activity_refresh(state, **where, shards=2, eps=0.25, packets=packets, offset=16)
-        kernels.adopt(active, **where, answers=answers, byte=8, planes=planes)
+        kernels.activity_update(active, **where, answers=answers, byte=8, planes=planes)
     untouched = 0x5A5A5A5A5A5A5A5A
     for shard, words in enumerate(called):
         report = packets[shard].view(torch.int64).tolist()

@@ -71,9 +71,9 @@ def places(coefficients: Tensor, columns: int, elements: list[int]) -> tuple[Arr
 def estimates(table: Tensor, coefficients: Tensor, elements: list[int]) -> Array:
     """What a table says of elements, in float32."""
     signs, columns = places(coefficients, table.shape[1], elements)
-    said = np.sort(signs * np.take_along_axis(table.numpy(), columns, 1), axis=0)
+    sent_words = np.sort(signs * np.take_along_axis(table.numpy(), columns, 1), axis=0)
     rows = table.shape[0]
-    return said[rows // 2] if rows % 2 else (said[rows // 2 - 1] + said[rows // 2]) * np.float32(0.5)
+    return sent_words[rows // 2] if rows % 2 else (sent_words[rows // 2 - 1] + sent_words[rows // 2]) * np.float32(0.5)
 
 
 # The hashes ----------------------------------------------------------------------------------------------------------
@@ -301,12 +301,12 @@ def test_estimates_are_unbiased(backend: str) -> None:
     """Of one row: the mean over many hashes is the value, and its variance what the other squares are per column."""
     count, columns, samples = 64, 32, 6000
     values = torch.randn(count, generator=random(5))
-    said = torch.zeros(samples, count)
+    sent_words = torch.zeros(samples, count)
     with kernels_of(backend) as kernels:
         for sample, coefficients in enumerate(coefficients_of(samples, random(6))[:, None]):
             table = sketched(kernels, values, coefficients, columns)
-            kernels.sketch_estimate(table, said[sample], coefficients, first=0, weight=1.0)
-    errors = (said - values).double()
+            kernels.sketch_estimate(table, sent_words[sample], coefficients, first=0, weight=1.0)
+    errors = (sent_words - values).double()
     squares, magnitudes = float((values**2).sum()), float(values.abs().sum())
     bound = bernstein(samples, squares / columns, magnitudes, 1e-6 / count)
     assert bound < 0.25

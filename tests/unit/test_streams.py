@@ -15,7 +15,7 @@ import thinwire
 from tests.harness import run_ranks
 from thinwire.compressors.stochastic_sign import StochasticSign
 from thinwire.kernels import ops
-from thinwire.kernels.header import CHECKED, HEARD, NONFINITE, REFUSED, Status
+from thinwire.kernels.header import CHECKED, NONFINITE, REFUSED, REFUSED_BY_PEER, Status
 from thinwire.kernels.modes import Gate
 from thinwire.transport.buffers import PacketBuffers
 from thinwire.transport.layout import Layout
@@ -91,7 +91,7 @@ def test_refusals_are_told_as_on_the_host() -> None:
         report.status[field] = value
     told = str(report.read(report.send()).refusal)
     assert told.startswith("packet from rank 3 for step 7, bucket 1: step is 8, expected 7: all ranks must call step()")
-    report.status[Status.CODE] = HEARD
+    report.status[Status.CODE] = REFUSED_BY_PEER
     assert "rank 3 refused a packet of step 7" in str(report.read(report.send()).refusal)
 
 

@@ -210,8 +210,8 @@ def test_activity_refresh_over_shard_boundaries(state_dtype: torch.dtype) -> Non
 def test_adopt(planes: int) -> None:
     for shard_words in (1, 4, 13, 515):
         for phase in (0, 3):
-            same_as_reference("adopt", flat.adopt_case(shard_words, 2, 7, 4, phase, phase, planes))
-    same_as_reference("adopt", flat.adopt_case(520, 2, 300, 256, 1, 0, planes))
+            same_as_reference("activity_update", flat.adopt_case(shard_words, 2, 7, 4, phase, phase, planes))
+    same_as_reference("activity_update", flat.adopt_case(520, 2, 300, 256, 1, 0, planes))
 
 
 # Votes ----------------------------------------------------------------------------------------------------------------
@@ -315,4 +315,4 @@ def test_nothing_is_written_where_a_gate_is_closed(parameter: int) -> None:
         options: dict[str, Any] = {"seed": 1, "low_dtype": torch.bfloat16, "loaded": True}
         same_as_reference("birder_apply", flat.apply_case(count, **options), gate=gate)
         same_as_reference("dense_apply", node.dense_case(count, **options), gate=gate)
-    same_as_reference("adopt", flat.adopt_case(13, 3, 7, 4, 1, 0, 2), gate=gate)
+    same_as_reference("activity_update", flat.adopt_case(13, 3, 7, 4, 1, 0, 2), gate=gate)

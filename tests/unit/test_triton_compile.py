@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 600
-"""A busy machine is no finding; it takes one by itself half a minute."""
+"""Generous: an idle machine needs half a minute."""
 TRITONS = {operation for operation, module in BACKENDS_OF["triton"].items() if module == "triton"}
 
 SUSPECTS = """

@@ -32,7 +32,7 @@ from tests.unit.test_triton_sign import (
     same_on_triton,
     twin,
 )
-from thinwire.kernels.modes import Gate, Say, Source
+from thinwire.kernels.modes import Gate, MarkovMode, Source
 
 pytestmark = arithmetic
 
@@ -58,7 +58,7 @@ def test_markov_encode_for_many_runs_and_steps(momentum: bool, active: str) -> N
     for step in range(2):
         case["grad"] = hard_gradient(TILE + 900, torch.float32, random(step))
         same_on_triton("markov_encode", case)
-        case["mode"] = Say.ACTIVATION
+        case["mode"] = MarkovMode.ACTIVATION
 
 
 @each_mode
@@ -71,7 +71,7 @@ def test_markov_encode_with_gradients_that_are_not_finite(
     case = markov_encode_case(
         TILE + 70, seed=7, grad_dtype=grad_dtype, momentum=momentum, mode=mode, finite=False, grad_off=3, scale=0.3
     )
-    assert same_on_triton("markov_encode", case, scale_on_device=on_device) is (mode != Say.RECALL)
+    assert same_on_triton("markov_encode", case, scale_on_device=on_device) is (mode != MarkovMode.REPLAY)
 
 
 @each_mode
@@ -81,7 +81,7 @@ def test_markov_encode_of_huge_memories(momentum: bool, mode: int) -> None:
     case = markov_encode_case(300, seed=1, pieces=3, momentum=momentum, mode=mode, shift=WORD)
     case["known"][Places(case["runs"]).element - WORD] = hard_gradient(300, torch.float32, random(0))
     copy = {name: twin(argument) for name, argument in case.items()}
-    assert same_on_triton("markov_encode", case) is (mode != Say.RECALL)
+    assert same_on_triton("markov_encode", case) is (mode != MarkovMode.REPLAY)
     assert same_on_triton("markov_encode", copy | {"grad": None}) is False
 
 
@@ -148,7 +148,7 @@ def test_behind_a_closed_gate_signs_are_taken_in_all_the_same() -> None:
     assert_same_memory("amsgrad_apply", told, case)
 
 
-@pytest.mark.parametrize("source", [Source.HELD, Source.FLOATS])
+@pytest.mark.parametrize("source", [Source.STATE, Source.FLOATS])
 def test_behind_a_closed_gate_nothing_is_written(source: int) -> None:
     case = amsgrad_case(TILE + 70, seed=1, pieces=2, source=source, low_dtype=torch.bfloat16, loaded=True)
     assert_closed("amsgrad_apply", case)
@@ -188,7 +188,7 @@ def test_no_runs_are_nothing_to_do(operation: str) -> None:
         "markov_encode": markov_encode_case(70, seed=1),
         "markov_merge": markov_merge_case(70, seed=1, workers=2),
         "markov_difference": markov_difference_case(70, seed=1),
-        "amsgrad_apply": amsgrad_case(70, seed=1, source=Source.HELD),
+        "amsgrad_apply": amsgrad_case(70, seed=1, source=Source.STATE),
         "momentum_sum": momentum_sum_case(70, seed=1, grad_dtype=torch.float32),
     }
     same_on_triton(operation, cases[operation] | {"runs": torch.zeros(0, 6, dtype=torch.int64)})

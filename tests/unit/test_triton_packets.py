@@ -18,9 +18,9 @@ from thinwire.kernels.header import (
     CHECKSUM_FORMAT,
     FIELDS_FORMAT,
     HEADER_BYTES,
-    HEARD,
     NONFINITE,
     REFUSED,
+    REFUSED_BY_PEER,
     STATUS_WORDS,
     SYNCHRONIZE,
     Status,
@@ -52,9 +52,9 @@ def sealed(rows: int, length: int, *, seed: int = 0, gap: int = 0, copies: int =
     size = HEADER_BYTES + length
     packets = guarded(random_bytes(rows, copies * size + gap, generator=random(seed)))[:, : copies * size]
     for sender, row in enumerate(packets, start=1):
-        said: dict[str, Any] = EXPECTED | {"sender": sender}
+        sent_words: dict[str, Any] = EXPECTED | {"sender": sender}
         first = row.view(copies, -1)[:1]
-        reference.packet_seal(first, a_status(), **said)
+        reference.packet_seal(first, a_status(), **sent_words)
         row.view(copies, -1)[1:] = first
     return packets
 
@@ -105,8 +105,8 @@ def checked(packets: Tensor, *, status: Tensor | None = None, copies: int = 1, *
 @pytest.mark.parametrize("length", LENGTHS)
 def test_seal_for_every_length(length: int) -> None:
     packets = guarded(random_bytes(2, HEADER_BYTES + length + 12, generator=random(length)))[:, :-12]
-    said = {"step": 7, "bucket": 0, "sender": 0, "flags": 0, "layout": 1}
-    same_as_reference("packet_seal", packets=packets, status=a_status(), **said)
+    sent_words = {"step": 7, "bucket": 0, "sender": 0, "flags": 0, "layout": 1}
+    same_as_reference("packet_seal", packets=packets, status=a_status(), **sent_words)
     assert fields_of(packets[1])["checksum"] == crc32c(packets[1][4:].contiguous())
 
 
@@ -114,9 +114,9 @@ def test_seal_for_every_length(length: int) -> None:
 @pytest.mark.parametrize("flags", [0, ACTIVATION, SYNCHRONIZE | REFUSED])
 def test_seal_says_what_has_been_raised(raised: int, flags: int) -> None:
     packets = guarded(random_bytes(1, HEADER_BYTES + 8, generator=random(0)))
-    said = {"step": 2**40 + 1, "bucket": 2**32 - 1, "sender": 65535, "flags": flags, "layout": 2**32 - 1}
-    same_as_reference("packet_seal", packets=packets, status=a_status(raised), **said)
-    wanted = said | {"flags": flags | raised & (NONFINITE | REFUSED)}
+    sent_words = {"step": 2**40 + 1, "bucket": 2**32 - 1, "sender": 65535, "flags": flags, "layout": 2**32 - 1}
+    same_as_reference("packet_seal", packets=packets, status=a_status(raised), **sent_words)
+    wanted = sent_words | {"flags": flags | raised & (NONFINITE | REFUSED)}
     assert wanted.items() <= fields_of(packets[0]).items()
 
 
@@ -124,9 +124,9 @@ def test_seal_says_what_has_been_raised(raised: int, flags: int) -> None:
 @pytest.mark.parametrize("layout", [0, 2**31, 2**32 - 1])
 def test_seal_and_check_with_any_step(step: int, layout: int) -> None:
     packets = guarded(random_bytes(1, HEADER_BYTES + 8, generator=random(0)))
-    said: dict[str, Any] = {"step": step, "bucket": 1, "flags": 0, "layout": layout}
-    same_as_reference("packet_seal", packets=packets, status=a_status(), sender=1, **said)
-    assert checked(packets, **said)["CODE"] == 0
+    sent_words: dict[str, Any] = {"step": step, "bucket": 1, "flags": 0, "layout": layout}
+    same_as_reference("packet_seal", packets=packets, status=a_status(), sender=1, **sent_words)
+    assert checked(packets, **sent_words)["CODE"] == 0
 
 
 # Check ----------------------------------------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ def test_check_hears_of_a_refusal() -> None:
     forge(packets[1], flags=ACTIVATION | REFUSED)
     forge(packets[2], step=9)
     noted = checked(packets)
-    assert (noted["CODE"], noted["SENDER"], noted["GOT"], noted["WANT"]) == (HEARD, 2, 0, 0)
+    assert (noted["CODE"], noted["SENDER"], noted["GOT"], noted["WANT"]) == (REFUSED_BY_PEER, 2, 0, 0)
 
 
 def test_check_keeps_what_was_noted_before() -> None:

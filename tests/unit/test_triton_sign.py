@@ -308,6 +308,6 @@ def test_forget_zeroes_what_is_marked(words: int, state_dtype: torch.dtype) -> N
     state = guarded(hard_gradient(WORD * (words + 5), state_dtype, generator, finite=False))
     marked = guarded(torch.rand(words, generator=generator) < 0.4)
     copy = twin(state)
-    REFERENCE.forget(state, marked, first=3)
-    triton_kernel("forget")(copy, twin(marked), first=3)
+    REFERENCE.clear_words(state, marked, first=3)
+    triton_kernel("clear_words")(copy, twin(marked), first=3)
     assert torch.equal(allocation(copy), allocation(state))

@@ -21,7 +21,7 @@ from thinwire.compressors._packets import OwnedRuns, SignPackets, payload_of
 from thinwire.compressors.codecs import Codec, Projection
 from thinwire.compressors.codecs.sign import Sign, add_signs
 from thinwire.errors import CorruptPacket
-from thinwire.kernels.modes import Say, Scale
+from thinwire.kernels.modes import MarkovMode, Scale
 from thinwire.kernels.ops import Kernels
 from thinwire.transport.buffers import WORD_BYTES, Frame, PacketBuffers, Part
 from thinwire.transport.layout import WORD, Bucket, Layout
@@ -177,7 +177,7 @@ class MarkovSign:
         self.heard = torch.zeros(layout.size // WORD, dtype=torch.int64, device=layout.device)
         """The same for the message that is under way, or has just been heard."""
         self.answer_scales = torch.zeros(layout.shards, dtype=torch.float32, device=layout.device)
-        self._mode = Say.ORDINARY
+        self._mode = MarkovMode.ORDINARY
         self._owner_sums = [
             torch.zeros(len(table), 3, dtype=torch.float64, device=layout.device) for table in self._owned.tables
         ]
@@ -191,7 +191,7 @@ class MarkovSign:
 
     def begin_step(self, *, greeting: bool) -> None:
         """Let the next exchange be an ordinary one, or one of hellos only, to be followed by `recall` or `give_up`."""
-        self._mode = Say.ACTIVATION if greeting else Say.ORDINARY
+        self._mode = MarkovMode.ACTIVATION if greeting else MarkovMode.ORDINARY
 
     def recall(self, *, told: bool) -> None:
         """Hear the hellos, and say in the next exchange what was not said in the greeting.
@@ -201,7 +201,7 @@ class MarkovSign:
         """
         self.hear()
         self.conclude()
-        self._mode = Say.ORDINARY if told else Say.RECALL
+        self._mode = MarkovMode.ORDINARY if told else MarkovMode.REPLAY
 
     def give_up(self) -> None:
         """Hear the hellos, and forget what was to be said."""
@@ -252,7 +252,7 @@ class MarkovSign:
         busy = bits.unpack(self._busy_of(answer, bucket), bucket.shard_words)
         self.heard[words] = torch.where(busy, self.active[words], 0)
         fallen_quiet = ~busy & (self.spoke[words] != 0)
-        self._kernels.forget(self.mean, fallen_quiet, first=first - bucket.shift_of(self._owned.shards) // WORD)
+        self._kernels.clear_words(self.mean, fallen_quiet, first=first - bucket.shift_of(self._owned.shards) // WORD)
         self._kernels.markov_merge(
             self._owned.tables[bucket.index],
             frame.received,
@@ -276,10 +276,10 @@ class MarkovSign:
             busy = bits.unpack(self._busy_of(frame.answers, bucket), bucket.shard_words).flatten()
             self.heard[words] = torch.where(busy, self.active[words], 0)
             fallen_quiet = ~busy & (self.spoke[words] != 0)
-            self._kernels.forget(self.followed, fallen_quiet, first=bucket.first_word)
+            self._kernels.clear_words(self.followed, fallen_quiet, first=bucket.first_word)
             own = bucket.own_start // WORD - bucket.first_word
             of_own = fallen_quiet[own : own + bucket.slice_elements // WORD]
-            self._kernels.forget(self.known, of_own, first=(bucket.own_start - bucket.state_shift) // WORD)
+            self._kernels.clear_words(self.known, of_own, first=(bucket.own_start - bucket.state_shift) // WORD)
 
     def follow(self, part: Part) -> None:
         """Follow the answer for a part of a parameter that takes no step by it."""

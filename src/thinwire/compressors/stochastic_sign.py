@@ -116,7 +116,7 @@ class StochasticSign:
     def adopt(self) -> None:
         """Bring the map of living coordinates up to date with the answers."""
         for frame in self._frames:
-            self._kernels.adopt(
+            self._kernels.activity_update(
                 self.active,
                 first_word=frame.bucket.first_word,
                 shard_words=frame.bucket.shard_words,

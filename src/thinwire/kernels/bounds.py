@@ -254,9 +254,9 @@ def refuse(
     raise (ValueError if tensor.dtype in dtypes else TypeError)(f"{is_}: {wanted}")
 
 
-def refuse_indices(indices: Tensor, first: int, count: int) -> NoReturn:
+def refuse_indices(x: Tensor, indices: Tensor, first: int) -> NoReturn:
     """Raise what `sparse_amsgrad` does when an element that was chosen is outside of the parameter."""
-    low, high = int(indices.min()), int(indices.max())
+    low, high, count = int(indices.min()), int(indices.max()), x.numel()
     raise ValueError(
         f"sparse_amsgrad: indices are elements from {low} to {high}: expected those of the parameter, from {first} "
         f"to {first + count - 1}"

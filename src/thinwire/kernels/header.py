@@ -31,7 +31,7 @@ class Status(enum.IntEnum):
     """Where in its status, int64 words, a device keeps what it has learnt of packets."""
 
     FLAGS = 0
-    """All flags among `RAISED`, by this rank or by any that it has heard from."""
+    """All flags among `RAISED`, by this rank or by any that it has answer_words from."""
     CODE = 1
     """Of the first packet that was refused, one more than the index in `CHECKED`; 0 when there was none, and one more
     than the largest of them when it was another rank that has refused one."""
@@ -42,7 +42,7 @@ class Status(enum.IntEnum):
     WANT = 6
 
 
-HEARD = len(CHECKED) + 1
-ABSENT = HEARD + 1
+REFUSED_BY_PEER = len(CHECKED) + 1
+ABSENT = REFUSED_BY_PEER + 1
 """Not of a packet: ranks of a node have gradients for different parameters."""
 STATUS_WORDS = 8

@@ -13,7 +13,16 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from thinwire.errors import CorruptPacket
-from thinwire.kernels.header import ABSENT, CHECKED, CHECKSUM_FORMAT, FIELDS_FORMAT, HEARD, MAGIC, VERSION, Status
+from thinwire.kernels.header import (
+    ABSENT,
+    CHECKED,
+    CHECKSUM_FORMAT,
+    FIELDS_FORMAT,
+    MAGIC,
+    REFUSED_BY_PEER,
+    VERSION,
+    Status,
+)
 from thinwire.kernels.header import ACTIVATION as ACTIVATION
 from thinwire.kernels.header import HEADER_BYTES as HEADER_BYTES
 from thinwire.kernels.header import NONFINITE as NONFINITE
@@ -98,7 +107,7 @@ def refusal_in(status: Sequence[int]) -> CorruptPacket | None:
     if not code:
         return None
     sender, step, bucket = status[Status.SENDER], status[Status.STEP], status[Status.BUCKET]
-    if code == HEARD:
+    if code == REFUSED_BY_PEER:
         return refused_by(sender, step)
     if code == ABSENT:
         return CorruptPacket(

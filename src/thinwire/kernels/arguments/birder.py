@@ -164,7 +164,7 @@ def vote_count(
     _votes("vote_count", rows, byte, active, first_word, words, answer, answer_byte, planes, signal, device)
 
 
-def adopt(
+def activity_update(
     active: Tensor,
     first_word: int,
     shard_words: int,
@@ -175,13 +175,13 @@ def adopt(
     phase: int,
     device: Device = None,
 ) -> None:
-    """Check the tensors of `adopt`."""
-    called = _called("adopt", shard_words, period, phase)
-    need_number("adopt", "first_word", first_word, 0, MAX_WORDS)
-    need_number("adopt", "byte", byte, 0, MAX_WORDS)
-    need_number("adopt", "planes", planes, 0, MAX_PLANES)
-    need_rows("adopt", "answers", answers, BYTES, 0, byte + 8 * (shard_words * planes + called), device)
-    need("adopt", "active", active, I64, first_word + answers.shape[0] * shard_words, device)
+    """Check the tensors of `activity_update`."""
+    called = _called("activity_update", shard_words, period, phase)
+    need_number("activity_update", "first_word", first_word, 0, MAX_WORDS)
+    need_number("activity_update", "byte", byte, 0, MAX_WORDS)
+    need_number("activity_update", "planes", planes, 0, MAX_PLANES)
+    need_rows("activity_update", "answers", answers, BYTES, 0, byte + 8 * (shard_words * planes + called), device)
+    need("activity_update", "active", active, I64, first_word + answers.shape[0] * shard_words, device)
 
 
 def birder_apply(

@@ -14,10 +14,10 @@ from thinwire.kernels.header import (
     CHECKSUM_FORMAT,
     FIELDS_FORMAT,
     HEADER_BYTES,
-    HEARD,
     MAGIC,
     RAISED,
     REFUSED,
+    REFUSED_BY_PEER,
     SYNCHRONIZE,
     VERSION,
     Status,
@@ -68,7 +68,7 @@ def packet_check(
         outcomes = [_look(packet, sender, step, bucket, flags, layout, checksum) for packet in row.view(copies, -1)]
         code, got, want, raised = next((outcome for outcome in outcomes if not outcome[0]), outcomes[-1])
         if not code and raised & REFUSED:
-            code = HEARD
+            code = REFUSED_BY_PEER
         if code:
             raised |= REFUSED
         status[Status.FLAGS] |= raised

@@ -62,8 +62,8 @@ def _places(table: Tensor, coefficients: Tensor, elements: Tensor) -> tuple[Tens
 def _estimates(table: Tensor, coefficients: Tensor, elements: Tensor) -> Tensor:
     """The medians of what the rows say; of an even number of rows, the mean of the middle two. A zero is positive."""
     positive, columns = _places(table, coefficients, elements)
-    said = table.gather(1, columns)
-    ordered = signed(positive, said).sort(0).values
+    sent_words = table.gather(1, columns)
+    ordered = signed(positive, sent_words).sort(0).values
     rows = table.shape[0]
     if rows % 2:
         return ordered[rows // 2] + 0.0  # which of several zeros stands in the middle is anybody's choice

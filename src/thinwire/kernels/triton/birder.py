@@ -14,24 +14,24 @@ from thinwire.kernels.triton.common import (
     WORD,
     WORDS,
     count_if_open,
+    device_of,
     floats_of,
     gate_of,
-    hand_back,
     has_tile,
-    home_of,
     inside,
     jit,
     key_of,
     launch,
+    load_master,
     narrow,
-    need_of_device,
+    need_on_device,
     number,
     number_at,
     pack,
     report,
     run_at,
     runs_on,
-    take_over,
+    store_master,
     tile,
     uniform,
     unpack,
@@ -109,9 +109,9 @@ def birder_encode(
     bad: Tensor,
 ) -> None:
     """See the reference."""
-    device = home_of("birder_encode", "m", m)
+    device = device_of("birder_encode", "m", m)
     arguments.birder_encode(runs, grad, m, b, active, packets, shift, device)
-    need_of_device("birder_encode", device, bad=bad, scale=scale)
+    need_on_device("birder_encode", device, bad=bad, scale=scale)
     beta_b = beta if beta_b is None else beta_b
     table, grid = runs_on(device, runs)
     factor, on_device = number(scale)
@@ -162,9 +162,9 @@ def birder_direction(
     bad: Tensor,
 ) -> None:
     """See the reference."""
-    device = home_of("birder_direction", "m", m)
+    device = device_of("birder_direction", "m", m)
     arguments.birder_direction(runs, grad, m, b, packets, shift, device)
-    need_of_device("birder_direction", device, bad=bad, scale=scale)
+    need_on_device("birder_direction", device, bad=bad, scale=scale)
     beta_b = beta if beta_b is None else beta_b
     table, grid = runs_on(device, runs)
     factor, on_device = number(scale)
@@ -207,7 +207,7 @@ def activity_refresh(
     shift: int = 0,
 ) -> None:
     """See the reference; `shift` is a multiple of 64."""
-    device = home_of("activity_refresh", "state", state)
+    device = device_of("activity_refresh", "state", state)
     arguments.activity_refresh(state, first_word, shard_words, shards, period, phase, packets, offset, shift, device)
     assert shift % WORD.value == 0
     called = triton.cdiv(shard_words, period)
@@ -238,7 +238,7 @@ def _adopt(
     tl.store(active + start + place, living, mask=mask)
 
 
-def adopt(
+def activity_update(
     active: Tensor,
     *,
     first_word: int,
@@ -251,9 +251,9 @@ def adopt(
     gate: Gate | None = None,
 ) -> None:
     """See the reference."""
-    device = home_of("adopt", "active", active)
-    arguments.adopt(active, first_word, shard_words, answers, byte, planes, period, phase, device)
-    need_of_device("adopt", device, gate=gate)
+    device = device_of("activity_update", "active", active)
+    arguments.activity_update(active, first_word, shard_words, answers, byte, planes, period, phase, device)
+    need_on_device("activity_update", device, gate=gate)
     opens, parameter, gated = gate_of(gate)
     launch(
         _adopt, (triton.cdiv(shard_words, _MAP_WORDS), answers.shape[0]), active,
@@ -267,8 +267,8 @@ def adopt(
 
 @triton.jit
 def _move(x, low, at, mask, lives, move, decay, HAS_LOW: tl.constexpr):
-    old = take_over(x, low, at, mask, HAS_LOW)
-    hand_back(x, low, at, mask, tl.where(lives, old * decay + move, old), HAS_LOW)
+    old = load_master(x, low, at, mask, HAS_LOW)
+    store_master(x, low, at, mask, tl.where(lives, old * decay + move, old), HAS_LOW)
 
 
 @jit(do_not_specialize=["workers", "rate", "decay", "parameter"])
@@ -305,9 +305,9 @@ def birder_apply(
     gate: Gate | None = None,
 ) -> None:
     """See the reference."""
-    device = home_of("birder_apply", "x", x)
+    device = device_of("birder_apply", "x", x)
     arguments.birder_apply(runs, x, low, active, answers, planes, device)
-    need_of_device("birder_apply", device, gate=gate)
+    need_on_device("birder_apply", device, gate=gate)
     table, grid = runs_on(device, runs)
     opens, parameter, gated = gate_of(gate)
     votes = workers or 1  # a sign is the vote of one
@@ -344,9 +344,9 @@ def dense_apply(
     gate: Gate | None = None,
 ) -> None:
     """See the reference."""
-    device = home_of("dense_apply", "x", x)
+    device = device_of("dense_apply", "x", x)
     arguments.dense_apply(runs, x, low, answers, device)
-    need_of_device("dense_apply", device, gate=gate)
+    need_on_device("dense_apply", device, gate=gate)
     table, grid = runs_on(device, runs)
     opens, parameter, gated = gate_of(gate)
     launch(

@@ -21,17 +21,17 @@ from thinwire.kernels.header import (
     ACTIVATION,
     CHECKED,
     HEADER_BYTES,
-    HEARD,
     MAGIC,
     NONFINITE,
     RAISED,
     REFUSED,
+    REFUSED_BY_PEER,
     SYNCHRONIZE,
     VERSION,
     Status,
 )
 from thinwire.kernels.reference.crc import CASTAGNOLI, INVERTED, power_of_x, product
-from thinwire.kernels.triton.common import home_of, jit, launch
+from thinwire.kernels.triton.common import device_of, jit, launch
 
 _GROUP, _GROUPS = 128, 16
 """Words of a group, of which fewer than 256 can be added up; and groups of a tile, which is what a program is for."""
@@ -41,7 +41,7 @@ _MAGIC_AND_VERSION = tl.constexpr(MAGIC | VERSION << 16)
 _MAGIC, _VERSION = tl.constexpr(MAGIC), tl.constexpr(VERSION)
 _NONFINITE, _REFUSED, _RAISED = tl.constexpr(NONFINITE), tl.constexpr(REFUSED), tl.constexpr(RAISED)
 _GREETING, _SYNCHRONIZE = tl.constexpr(ACTIVATION), tl.constexpr(SYNCHRONIZE)
-_HEARD = tl.constexpr(HEARD)
+_HEARD = tl.constexpr(REFUSED_BY_PEER)
 _FLAGS, _CODE, _SENDER = (
     tl.constexpr(int(Status.FLAGS)),
     tl.constexpr(int(Status.CODE)),
@@ -170,7 +170,7 @@ def packet_seal(
     packets: Tensor, status: Tensor, *, step: int, bucket: int, sender: int, flags: int, layout: int
 ) -> None:
     """See the reference."""
-    device = home_of("packet_seal", "packets", packets)
+    device = device_of("packet_seal", "packets", packets)
     arguments.sealed("packet_seal", packets, status, 1, device)
     rows, length = packets.shape
     launch(
@@ -280,7 +280,7 @@ def packet_check(
     copies: int = 1,
 ) -> None:
     """See the reference."""
-    device = home_of("packet_check", "packets", packets)
+    device = device_of("packet_check", "packets", packets)
     arguments.sealed("packet_check", packets, status, copies, device)
     arguments.sent("packet_check", senders, packets.shape[0], device)
     rows, length = packets.shape[0], packets.shape[1] // copies

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from thinwire.kernels import arguments
-from thinwire.kernels.triton.common import WORD, WORDS, blocks_of, home_of, jit, launch, table_on, tile
+from thinwire.kernels.triton.common import WORD, WORDS, blocks_of, device_of, jit, launch, table_on, tile
 
 
 @jit(do_not_specialize=["count", "length"])
@@ -37,7 +37,7 @@ def _shard_scale(sums, which, count, to, also, length, SUMS: tl.constexpr, TWICE
 
 def shard_scale(sums: Tensor, which: Tensor, to: Tensor, also: Tensor | None, *, length: int) -> None:
     """See the reference."""
-    device = home_of("shard_scale", "sums", sums)
+    device = device_of("shard_scale", "sums", sums)
     arguments.shard_scale(sums, which, to, also, device)
     rows = table_on(sums.device, which)
     launch(
@@ -55,10 +55,10 @@ def _forget(state, marked, count, first, WORDS: tl.constexpr):
     tl.store(state + first.to(tl.int64) * 64 + offset, empty, mask=gone[:, None])
 
 
-def forget(state: Tensor, words: Tensor, *, first: int) -> None:
+def clear_words(state: Tensor, words: Tensor, *, first: int) -> None:
     """See the reference."""
-    device = home_of("forget", "state", state)
-    arguments.forget(state, words, first, device)
+    device = device_of("clear_words", "state", state)
+    arguments.clear_words(state, words, first, device)
     count = words.numel()
     grid = (blocks_of(count * WORD.value),)
     launch(_forget, grid, state, state, words.view(torch.uint8), count, first, WORDS=WORDS)

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from thinwire.kernels import arguments
-from thinwire.kernels.triton.common import draw, home_of, jit, key_of, launch, splitmix
+from thinwire.kernels.triton.common import device_of, draw, jit, key_of, launch, splitmix
 
 _LANES = 512
 """Lanes of a program: four a thread, which fit into registers for 256 workers and more."""
@@ -89,7 +89,7 @@ def vote_bit(
     signal: Tensor | None,
 ) -> None:
     """See the reference."""
-    device = home_of("vote_bit", "rows", rows)
+    device = device_of("vote_bit", "rows", rows)
     arguments.vote_bit(rows, byte, active, first_word, words, answer, answer_byte, signal, device)
     workers = rows.shape[0]
     launch(
@@ -149,7 +149,7 @@ def vote_majority(
     signal: Tensor | None,
 ) -> None:
     """See the reference."""
-    device = home_of("vote_majority", "rows", rows)
+    device = device_of("vote_majority", "rows", rows)
     arguments.vote_majority(rows, byte, active, first_word, words, answer, answer_byte, casting, signal, device)
     workers = rows.shape[0]
     launch(
@@ -183,7 +183,7 @@ def vote_count(
     signal: Tensor | None,
 ) -> None:
     """See the reference."""
-    device = home_of("vote_count", "rows", rows)
+    device = device_of("vote_count", "rows", rows)
     arguments.vote_count(rows, byte, active, first_word, words, planes, answer, answer_byte, signal, device)
     launch(
         _vote_count, (triton.cdiv(2 * words, _LANES),), rows,
