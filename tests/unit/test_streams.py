@@ -144,7 +144,7 @@ def test_gpus_have_triton_and_the_reference_says_so_once_where_it_is_missing(mon
     pytest.importorskip("triton")
     assert ops.backend(CUDA).name == "triton"
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "3.5.1")
-    monkeypatch.setattr(ops, "_said", set())
+    monkeypatch.setattr(ops, "_warned", set())
     with pytest.warns(RuntimeWarning, match="Triton 3.6 or newer is not installed"):
         assert ops.backend(CUDA).name == "reference"
 

@@ -15,8 +15,6 @@ from tests.unit.kernel_cases import twin as twin
 from thinwire.kernels.header import (
     ACTIVATION,
     CHECKED,
-    CHECKSUM_FORMAT,
-    FIELDS_FORMAT,
     HEADER_BYTES,
     NONFINITE,
     REFUSED,
@@ -33,6 +31,8 @@ pytest.importorskip("triton")
 GROUP, TILE = 4 * 128, 4 * 128 * 16
 LENGTHS = (0, 4, GROUP - 32, GROUP - 28, GROUP - 24, TILE - 32, TILE - 28, TILE - 24, 2 * TILE + 500)
 """Of what follows the header, in bytes: checksums are computed of groups and tiles of words."""
+CHECKSUM_FORMAT, FIELDS_FORMAT = "<I", "<HHHHQIII"
+"""As docs/protocol.md has them, to compare with what follows from the table of fields."""
 FIELDS = ("checksum", "magic", "version", "flags", "sender", "step", "bucket", "length", "layout")
 EXPECTED: dict[str, int] = {"step": 2**33 + 5, "bucket": 3, "flags": ACTIVATION, "layout": 0xFEDCBA98}
 
@@ -52,9 +52,9 @@ def sealed(rows: int, length: int, *, seed: int = 0, gap: int = 0, copies: int =
     size = HEADER_BYTES + length
     packets = guarded(random_bytes(rows, copies * size + gap, generator=random(seed)))[:, : copies * size]
     for sender, row in enumerate(packets, start=1):
-        sent_words: dict[str, Any] = EXPECTED | {"sender": sender}
+        fields: dict[str, Any] = EXPECTED | {"sender": sender}
         first = row.view(copies, -1)[:1]
-        reference.packet_seal(first, a_status(), **sent_words)
+        reference.packet_seal(first, a_status(), **fields)
         row.view(copies, -1)[1:] = first
     return packets
 
@@ -105,8 +105,8 @@ def checked(packets: Tensor, *, status: Tensor | None = None, copies: int = 1, *
 @pytest.mark.parametrize("length", LENGTHS)
 def test_seal_for_every_length(length: int) -> None:
     packets = guarded(random_bytes(2, HEADER_BYTES + length + 12, generator=random(length)))[:, :-12]
-    sent_words = {"step": 7, "bucket": 0, "sender": 0, "flags": 0, "layout": 1}
-    same_as_reference("packet_seal", packets=packets, status=a_status(), **sent_words)
+    fields = {"step": 7, "bucket": 0, "sender": 0, "flags": 0, "layout": 1}
+    same_as_reference("packet_seal", packets=packets, status=a_status(), **fields)
     assert fields_of(packets[1])["checksum"] == crc32c(packets[1][4:].contiguous())
 
 
@@ -114,9 +114,9 @@ def test_seal_for_every_length(length: int) -> None:
 @pytest.mark.parametrize("flags", [0, ACTIVATION, SYNCHRONIZE | REFUSED])
 def test_seal_says_what_has_been_raised(raised: int, flags: int) -> None:
     packets = guarded(random_bytes(1, HEADER_BYTES + 8, generator=random(0)))
-    sent_words = {"step": 2**40 + 1, "bucket": 2**32 - 1, "sender": 65535, "flags": flags, "layout": 2**32 - 1}
-    same_as_reference("packet_seal", packets=packets, status=a_status(raised), **sent_words)
-    wanted = sent_words | {"flags": flags | raised & (NONFINITE | REFUSED)}
+    fields = {"step": 2**40 + 1, "bucket": 2**32 - 1, "sender": 65535, "flags": flags, "layout": 2**32 - 1}
+    same_as_reference("packet_seal", packets=packets, status=a_status(raised), **fields)
+    wanted = fields | {"flags": flags | raised & (NONFINITE | REFUSED)}
     assert wanted.items() <= fields_of(packets[0]).items()
 
 
@@ -124,9 +124,9 @@ def test_seal_says_what_has_been_raised(raised: int, flags: int) -> None:
 @pytest.mark.parametrize("layout", [0, 2**31, 2**32 - 1])
 def test_seal_and_check_with_any_step(step: int, layout: int) -> None:
     packets = guarded(random_bytes(1, HEADER_BYTES + 8, generator=random(0)))
-    sent_words: dict[str, Any] = {"step": step, "bucket": 1, "flags": 0, "layout": layout}
-    same_as_reference("packet_seal", packets=packets, status=a_status(), sender=1, **sent_words)
-    assert checked(packets, **sent_words)["CODE"] == 0
+    fields: dict[str, Any] = {"step": step, "bucket": 1, "flags": 0, "layout": layout}
+    same_as_reference("packet_seal", packets=packets, status=a_status(), sender=1, **fields)
+    assert checked(packets, **fields)["CODE"] == 0
 
 
 # Check ----------------------------------------------------------------------------------------------------------------
@@ -159,8 +159,8 @@ def test_check_of_any_number_of_rows(rows: int) -> None:
         ("bucket", {"bucket": 2**32 - 1}),
         ("length", {"length": 15}),
         ("layout", {"layout": 0x7EDCBA98}),
-        ("greeting", {"flags": 0}),
-        ("greeting", {"flags": SYNCHRONIZE}),
+        ("activation", {"flags": 0}),
+        ("activation", {"flags": SYNCHRONIZE}),
         ("synchronize", {"flags": ACTIVATION | SYNCHRONIZE}),
         ("synchronize", {"flags": ACTIVATION | SYNCHRONIZE | NONFINITE | REFUSED}),
         ("magic", {"magic": 1, "version": 1, "sender": 9, "step": 0}),
