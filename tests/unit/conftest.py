@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.unit.covering import mark_long
+
 
 @pytest.fixture(scope="session", autouse=True)
 def one_torch_thread() -> Iterator[None]:
@@ -15,3 +17,9 @@ def one_torch_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave most cases of crossed parameters of kernel tests to `make test-all`."""
+    mark_long(items)

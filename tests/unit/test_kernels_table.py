@@ -25,9 +25,11 @@ from tests.unit.kernel_cases import (
     same_everywhere,
     twin,
 )
-from thinwire.kernels import ops
+from thinwire.kernels import arguments, native, ops, reference
 from thinwire.kernels.header import STATUS_WORDS
 from thinwire.kernels.modes import Gate
+from thinwire.kernels.native import library
+from thinwire.kernels.native.binding import bind
 
 each_operation = pytest.mark.parametrize("operation", ops.OPERATIONS)
 OF_TRITON = [name for name, module in ops.BACKENDS_OF["triton"].items() if module == "triton"]
@@ -99,21 +101,69 @@ def test_triton_kernels_agree_with_the_reference(operation: str) -> None:
             assert torch.equal(allocation(ours[name]), allocation(argument)), name
 
 
-@each_operation
 @pytest.mark.parametrize("backend", ops.BACKENDS_OF)
-def test_every_backend_has_every_operation_and_takes_the_same_arguments(backend: str, operation: str) -> None:
+def test_every_backend_has_every_operation_and_takes_the_same_arguments(backend: str) -> None:
     pytest.importorskip("triton")
-    home = ops.BACKENDS_OF[backend][operation]
-    function = getattr(ops.BACKENDS[backend], operation)
-    wanted = inspect.signature(getattr(REFERENCE, operation)).parameters
-    taken = inspect.signature(function).parameters
-    on_device = {"bad"} if operation in ops.FINDING else {"gate"} if operation in ops.STEPPING else set()
-    more = on_device if home == "triton" else set()
-    # By which function packets are summed up is the reference's own matter.
-    assert set(taken) - {"checksum"} == (set(wanted) - {"checksum"}) | more
-    for name, parameter in wanted.items():
-        if name != "checksum":
-            assert (taken[name].kind, taken[name].default) == (parameter.kind, parameter.default), name
+    for operation in ops.OPERATIONS:
+        wanted = inspect.signature(getattr(REFERENCE, operation)).parameters
+        taken = inspect.signature(getattr(ops.BACKENDS[backend], operation)).parameters
+        on_device = {"bad"} if operation in ops.FINDING else {"gate"} if operation in ops.STEPPING else set()
+        more = on_device if ops.BACKENDS_OF[backend][operation] == "triton" else set()
+        # The function that computes checksums is an argument of the reference only.
+        assert set(taken) - {"checksum"} == (set(wanted) - {"checksum"}) | more, operation
+        assert [name for name in taken if name in wanted] == [name for name in wanted if name in taken], operation
+        for name, parameter in wanted.items():
+            if name != "checksum":
+                expected = (parameter.kind, parameter.default)
+                assert (taken[name].kind, taken[name].default) == expected, f"{operation}: {name}"
+
+
+C_TYPES = {
+    "float": torch.float32,
+    "double": torch.float64,
+    "int32_t": torch.int32,
+    "int64_t": torch.int64,
+    "uint64_t": torch.int64,
+    "uint8_t": torch.uint8,
+}
+
+
+def test_tensors_have_the_types_of_the_pointers_that_the_library_declares() -> None:
+    """The names and number of all parameters follow from the declaration; types of memory are checked here."""
+    assert set(native.declarations()) == {*ops.OPERATIONS} - {
+        "shard_scale",
+        "clear_words",
+        "packet_seal",
+        "packet_check",
+    }
+    for operation, declaration in native.declarations().items():
+        case = SMALL_CASES[operation]
+        pointers = {one.name: one.type for one in declaration.parameters if one.is_pointer and one.name != "runs"}
+        assert pointers.keys() == {name for name, value in case.items() if isinstance(value, Tensor)} - {"runs"} | {
+            name for name in pointers if case[name] is None
+        }, operation
+        for name, of in pointers.items():
+            element = of.removeprefix("const ").removesuffix(" *")
+            if element != "void" and case[name] is not None:
+                assert case[name].dtype is C_TYPES[element], f"{operation}: {name} is {of}"
+
+
+@pytest.mark.parametrize(
+    ("declared", "error"),
+    [
+        (
+            "int square_sum (const float *values, int64_t values_size, float weight)",
+            "takes weight, which follows from no",
+        ),
+        ("double square_sum (const float *numbers, int64_t values_size)", "takes numbers, which follows from no"),
+        ("double square_sum (const float *values, long values_size)", "expected one of the types"),
+        ("double square_sum", "expected `result name"),
+    ],
+)
+def test_a_declaration_that_the_reference_does_not_match_is_refused(declared: str, error: str) -> None:
+    """Another library would otherwise be called with the wrong arguments, and write anywhere."""
+    with pytest.raises(ImportError, match=error):
+        bind(library.parse(declared)["square_sum"], reference.square_sum, arguments.square_sum, {})
 
 
 @each_operation
