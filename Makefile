@@ -57,7 +57,7 @@ sanitize: $(installed) ## run the kernels' tests and fuzz them, with every acces
 	  -D THINWIRE_SANITIZE=ON
 	$(bin)/cmake --build $(sanitized)
 	$(under_sanitizers) $(bin)/pytest -p no:faulthandler -p no:cacheprovider --capture=sys -q $(checked_tests) \
-	  -k "not ($(left_out))" --deselect tests/unit/test_kernels.py::test_vote_bit
+	  -m "not long" -k "not ($(left_out))" --deselect tests/unit/test_kernels.py::test_vote_bit
 	$(under_sanitizers) $(bin)/python -m tests.fuzz --inputs 3000 --only packets steps
 
 docs: $(installed) ## build the documentation into build/site; a broken link is an error

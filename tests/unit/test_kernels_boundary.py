@@ -15,13 +15,11 @@ import torch
 from torch import Tensor
 
 from tests.unit.kernel_cases import allocation, guarded, twin
-from tests.unit.test_kernels_table import OF_TRITON, SMALL_CASES
+from tests.unit.test_kernels_table import OF_TORCH, OF_TRITON, SMALL_CASES
 from thinwire.kernels import ops
 from thinwire.kernels.modes import Gate
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-OF_TORCH = {"shard_scale", "clear_words", "packet_seal", "packet_check"}
-"""Operations of the native backend that torch does, without pointers."""
 TABLES = {"runs", "ranges", "which"}
 GIVES_LENGTH = {
     "top_k": {"values", "indices"},
@@ -101,11 +99,9 @@ def need_triton(backend: str) -> None:
 @each_operation
 def test_another_dtype_is_refused(backend: str, operation: str) -> None:
     need_triton(backend)
-    case = SMALL_CASES[operation]
+    case, all_dtypes = SMALL_CASES[operation], {*FLOATS, torch.float64, torch.int32, torch.int64, torch.uint8}
     for name in tensors_of(operation):
-        for dtype in {*FLOATS, torch.float64, torch.int32, torch.int64, torch.uint8} - {
-            *accepted(operation, name, case)
-        }:
+        for dtype in all_dtypes - {*accepted(operation, name, case)}:
             assert_refused(backend, operation, name, case[name].to(dtype), TypeError)
 
 
