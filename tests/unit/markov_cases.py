@@ -20,7 +20,7 @@ from tests.unit.kernel_cases import (
     REFERENCE,
     ROOM,
     WORD,
-    alive_map,
+    activation_map,
     allocation,
     cut,
     guarded,
@@ -44,14 +44,14 @@ from tests.unit.sign_cases import (
 from tests.unit.test_kernels_invariants import address, changed_bytes
 from thinwire.kernels.modes import MarkovMode, Source
 
-MODES = {MarkovMode.ORDINARY: "ordinary", MarkovMode.ACTIVATION: "greeting", MarkovMode.REPLAY: "recall"}
+MODES = {MarkovMode.ORDINARY: "ordinary", MarkovMode.ACTIVATION: "activation", MarkovMode.REPLAY: "replay"}
 SOURCES = {Source.STATE: "state", Source.SIGNS: "signs", Source.FLOATS: "floats"}
 PRIME = 2**31 - 1
 
 each_mode = pytest.mark.parametrize("mode", MODES, ids=MODES.values())
 each_source = pytest.mark.parametrize("source", SOURCES, ids=SOURCES.values())
 each_momentum = pytest.mark.parametrize("momentum", [False, True], ids=["", "momentum"])
-each_life = pytest.mark.parametrize("active", ["all", "none", "some"])
+each_activity = pytest.mark.parametrize("active", ["all", "none", "some"])
 
 ALIVE = st.sampled_from(["all", "none", "some"])
 WEIGHT = st.floats(0, 10)
@@ -75,7 +75,7 @@ def markov_encode_case(
     shift: int = 0,
     **changes: Any,
 ) -> dict[str, Any]:
-    """A recall has neither a gradient nor a momentum, whatever it is given here."""
+    """REPLAY has neither a gradient nor a momentum, whatever is passed here."""
     generator, first_word = random(seed), first_word_of(seed)
     runs, size = cut(count, pieces, first_word=first_word)
     words = first_word + -(-count // WORD)
@@ -89,7 +89,7 @@ def markov_encode_case(
         "sent_words": guarded(random_words(words, generator)[shift // WORD :]),
         "nonzero": guarded(torch.full((words - shift // WORD,), 7, dtype=torch.uint8)),
         "sent_mask": flat_words(count, first_word, generator),
-        "active": guarded(alive_map(active, words, generator)),
+        "active": guarded(activation_map(active, words, generator)),
         "packets": guarded(random_bytes(size, generator=generator)),
         "sent_scales": scale_table(runs, generator),
         "sums": empty_sums(runs.shape[0], 3),
@@ -119,13 +119,13 @@ def markov_merge_case(
     scales = torch.rand(workers, generator=generator) * 10.0 ** torch.randint(-9, 4, (workers,), generator=generator)
     scales[seed % 9 :: 9] = 0.0
     rows = guarded(random_bytes(workers, 24 + size, generator=generator))[:, 24:]
-    rows[:, : size // 2] &= random_bytes(workers, size // 2, generator=generator)  # hellos are rare
+    rows[:, : size // 2] &= random_bytes(workers, size // 2, generator=generator)  # activation bits are rare
     return {
         "runs": runs,
         "rows": rows,
         "mean": guarded(in_flat(moderate(count, generator), first_word)[shift:]),
         "g": guarded(in_flat(moderate(count, generator), first_word)),
-        "active": guarded(alive_map(active, first_word + -(-count // WORD), generator)),
+        "active": guarded(activation_map(active, first_word + -(-count // WORD), generator)),
         "answer": guarded(random_bytes(size, generator=generator)),
         "scales": guarded(scales),
         "sums": empty_sums(runs.shape[0], 3),
@@ -170,7 +170,7 @@ def amsgrad_case(
         "g": guarded(in_flat(moderate(count, generator), first_word)) if source != Source.FLOATS else None,
         "packets": packets,
         "scales": scale_table(runs, generator) if source == Source.SIGNS else None,
-        "active": guarded(alive_map("some", words, generator)) if source == Source.SIGNS else None,
+        "active": guarded(activation_map("some", words, generator)) if source == Source.SIGNS else None,
         "beta1": 0.9,
         "beta2": 0.999,
         "eps": 1e-8,
@@ -271,7 +271,7 @@ def coefficients_of(rows: int, generator: torch.Generator) -> Tensor:
 def sketch_case(
     count: int, *, seed: int, rows: int, columns: int, first: int = 0, elements_off: int = 0, filled: bool = True
 ) -> dict[str, Any]:
-    """Values, all zeros of which are positive, and a table with something in it already unless told otherwise."""
+    """Values, all zeros of which are positive, and a table that is not empty by default."""
     generator = random(seed)
     values = moderate(count, generator) + 0.0
     table = moderate(rows * columns, generator).view(rows, columns) if filled else torch.zeros(rows, columns)

@@ -109,7 +109,7 @@ def parameter(
     elements_off: int,
     infinite: bool = True,
 ) -> dict[str, Tensor | None]:
-    """x and low; `loaded`: somebody has put other numbers into half of the low-precision parameter."""
+    """x and low; `loaded`: other numbers were loaded into half of the low-precision parameter."""
     x = moderate(count, generator)
     if infinite:
         x[::17] = float("-inf")

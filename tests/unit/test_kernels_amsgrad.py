@@ -45,7 +45,7 @@ from thinwire.kernels.modes import Source
 
 
 def taken_over(case: dict[str, Any]) -> Tensor:
-    """The parameter in fp32, after weights that somebody loaded have replaced their masters."""
+    """The parameter in fp32, after loaded weights have replaced their masters."""
     x, low = case["x"], case["low"]
     if low is None:
         return x.clone()
@@ -108,8 +108,8 @@ def gradient_of(case: dict[str, Any], places: Places) -> Array:
     bits: list[Array] = []
     for _, _, count, byte, _, _ in places.runs:
         bits.append(np.unpackbits(case["packets"].numpy()[byte:], bitorder="little")[:count])
-    living = places.signs(case["active"]) > 0
-    return g + (2.0 * np.concatenate(bits) - 1.0) * double(case["scales"])[places.shard] * living
+    is_active = places.signs(case["active"]) > 0
+    return g + (2.0 * np.concatenate(bits) - 1.0) * double(case["scales"])[places.shard] * is_active
 
 
 @each_backend

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.kernel_cases import allocation, guarded, twin
+from tests.unit.kernel_cases import allocation, copy_of, guarded
 from tests.unit.test_kernels_table import OF_TORCH, OF_TRITON, SMALL_CASES
 from thinwire.kernels import ops
 from thinwire.kernels.modes import Gate
@@ -37,7 +37,7 @@ GIVES_LENGTH = {
     "packet_seal": {"packets"},
     "packet_check": {"packets"},
 }
-"""Arguments whose length says how much there is to do: shorter ones are less to do."""
+"""Arguments whose length is the amount of work: shorter ones are accepted."""
 
 
 def accepted(operation: str, name: str, case: dict[str, Any]) -> tuple[torch.dtype, ...]:
@@ -77,7 +77,7 @@ def call(backend: str, operation: str, case: dict[str, Any]) -> Any:
 
 def assert_refused(backend: str, operation: str, name: str, wrong: Tensor, error: type[Exception]) -> None:
     """The exception names kernel and argument, and nothing was written."""
-    case = {key: twin(argument) for key, argument in SMALL_CASES[operation].items()}
+    case = {key: copy_of(argument) for key, argument in SMALL_CASES[operation].items()}
     before = {key: allocation(argument).clone() for key, argument in case.items() if isinstance(argument, Tensor)}
     with pytest.raises(error, match=rf"^{operation}: (the end of )?{name}\b.*expected"):
         call(backend, operation, case | {name: wrong})
@@ -148,7 +148,7 @@ def shortest(operation: str, name: str) -> int:
     low, high = 0, tensor.shape[-1] if tensor.dim() == 2 and tensor.dtype is torch.uint8 else tensor.numel()
     while low < high:
         middle = (low + high) // 2
-        case = {key: twin(argument) for key, argument in SMALL_CASES[operation].items()}
+        case = {key: copy_of(argument) for key, argument in SMALL_CASES[operation].items()}
         try:
             call("native", operation, case | {name: shortened(tensor, middle)})
         except ValueError as error:
@@ -171,7 +171,7 @@ def test_a_tensor_that_is_one_element_too_short_is_refused(operation: str, name:
         pytest.importorskip("triton")
         assert_refused("triton", operation, name, shortened(tensor, length - 1), ValueError)
     # The shortest that is accepted is long enough: the same results, and nothing around it is touched.
-    whole, exact = ({key: twin(argument) for key, argument in SMALL_CASES[operation].items()} for _ in range(2))
+    whole, exact = ({key: copy_of(argument) for key, argument in SMALL_CASES[operation].items()} for _ in range(2))
     exact[name] = shortened(tensor, length)
     around = allocation(exact[name]).clone()
     assert call("native", operation, exact) == call("native", operation, whole)
@@ -188,7 +188,7 @@ def test_a_tensor_that_is_one_element_too_short_is_refused(operation: str, name:
 @pytest.mark.parametrize("operation", [name for name in ops.OPERATIONS if "runs" in SMALL_CASES[name]])
 def test_runs_that_are_changed_in_place_are_looked_at_again(operation: str) -> None:
     """The bounds of a table are computed once, but not for what it was."""
-    case = {key: twin(argument) for key, argument in SMALL_CASES[operation].items()}
+    case = {key: copy_of(argument) for key, argument in SMALL_CASES[operation].items()}
     call("native", operation, case)
     case["runs"][0, 2] += 64
     with pytest.raises(ValueError, match=rf"^{operation}: \w+ is .* expected"):
@@ -197,27 +197,27 @@ def test_runs_that_are_changed_in_place_are_looked_at_again(operation: str) -> N
 
 @pytest.mark.parametrize("field", range(6))
 def test_runs_with_a_negative_field_are_refused(field: int) -> None:
-    case = {key: twin(argument) for key, argument in SMALL_CASES["birder_encode"].items()}
+    case = {key: copy_of(argument) for key, argument in SMALL_CASES["birder_encode"].items()}
     case["runs"][0, field] = -64
     with pytest.raises(ValueError, match=r"^birder_encode: runs has a row with \w+=-64: expected"):
         call("native", "birder_encode", case)
 
 
 def test_runs_are_rows_of_six() -> None:
-    case = {key: twin(argument) for key, argument in SMALL_CASES["birder_encode"].items()}
+    case = {key: copy_of(argument) for key, argument in SMALL_CASES["birder_encode"].items()}
     with pytest.raises(ValueError, match=r"^birder_encode: runs has the shape \(6,\): expected rows of 6"):
         call("native", "birder_encode", case | {"runs": case["runs"][0]})
 
 
 def test_a_shift_beyond_the_first_element_is_refused() -> None:
-    case = {key: twin(argument) for key, argument in SMALL_CASES["sign_encode"].items()}
+    case = {key: copy_of(argument) for key, argument in SMALL_CASES["sign_encode"].items()}
     first = int(case["runs"][0, 0])
     with pytest.raises(ValueError, match=rf"^sign_encode: shift={first + 64}: expected at most {first}"):
         call("native", "sign_encode", case | {"shift": first + 64})
 
 
 def test_a_table_made_in_inference_mode_serves() -> None:
-    case = {key: twin(argument) for key, argument in SMALL_CASES["dense_encode"].items()}
+    case = {key: copy_of(argument) for key, argument in SMALL_CASES["dense_encode"].items()}
     with torch.inference_mode():
         case["runs"] = case["runs"].clone()
     assert call("native", "dense_encode", case) == call("native", "dense_encode", case)
@@ -225,7 +225,7 @@ def test_a_table_made_in_inference_mode_serves() -> None:
 
 def test_memory_that_was_freed_is_refused() -> None:
     """As FSDP does with parameters that it has sharded."""
-    case = {key: twin(argument) for key, argument in SMALL_CASES["dense_apply"].items()}
+    case = {key: copy_of(argument) for key, argument in SMALL_CASES["dense_apply"].items()}
     case["x"].untyped_storage().resize_(0)
     with pytest.raises(ValueError, match=r"^dense_apply: x is .*, its memory freed: expected"):
         call("native", "dense_apply", case)
@@ -233,9 +233,9 @@ def test_memory_that_was_freed_is_refused() -> None:
 
 def test_parameters_are_walked_in_the_order_of_their_memory() -> None:
     """Transposed ones have no gaps, and are fine; a master in another order is not."""
-    case: dict[str, Any] = {key: twin(argument) for key, argument in SMALL_CASES["step_apply"].items()}
+    case: dict[str, Any] = {key: copy_of(argument) for key, argument in SMALL_CASES["step_apply"].items()}
     case["anchor"] = None
-    expected = {key: twin(argument) for key, argument in case.items()}
+    expected = {key: copy_of(argument) for key, argument in case.items()}
     call("native", "step_apply", expected)
     x, low = case["x"].view(4, 25).t(), case["low"].view(4, 25).t()
     call("native", "step_apply", case | {"x": x, "low": low})
@@ -268,13 +268,13 @@ NUMBERS: list[tuple[str, str, int]] = [
 
 @pytest.mark.parametrize(("operation", "name", "value"), NUMBERS)
 def test_numbers_that_lead_beyond_memory_are_refused(operation: str, name: str, value: int) -> None:
-    case = {key: twin(argument) for key, argument in SMALL_CASES[operation].items()}
+    case = {key: copy_of(argument) for key, argument in SMALL_CASES[operation].items()}
     with pytest.raises(ValueError, match=rf"^{operation}: {name}={value}: expected an integer from"):
         call("native", operation, case | {name: value})
 
 
 def test_more_rows_than_a_sketch_has_room_for_are_refused() -> None:
-    case = {key: twin(argument) for key, argument in SMALL_CASES["sketch_estimate"].items()}
+    case = {key: copy_of(argument) for key, argument in SMALL_CASES["sketch_estimate"].items()}
     table, coefficients = torch.zeros(16, 50), torch.zeros(16, 4, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"^sketch_estimate: table has the shape \(16, 50\): expected 1 to 15 rows"):
         call("native", "sketch_estimate", case | {"table": table, "coefficients": coefficients})
@@ -282,7 +282,7 @@ def test_more_rows_than_a_sketch_has_room_for_are_refused() -> None:
 
 @pytest.mark.parametrize("operation", ["top_k", "sketch_top_k"])
 def test_more_than_there_are_cannot_be_selected(operation: str) -> None:
-    case = {key: twin(argument) for key, argument in SMALL_CASES[operation].items()}
+    case = {key: copy_of(argument) for key, argument in SMALL_CASES[operation].items()}
     indices, scratch = torch.zeros(104, dtype=torch.int32), torch.zeros(208, dtype=torch.int64)
     with pytest.raises(ValueError, match=rf"^{operation}: indices has 104 elements: expected at most 10[03]"):
         call("native", operation, case | {"indices": indices, "scratch": scratch})
@@ -290,7 +290,7 @@ def test_more_than_there_are_cannot_be_selected(operation: str) -> None:
 
 @pytest.mark.parametrize("index", [-1, 2**31 - 1, 0])
 def test_a_chosen_coordinate_outside_of_the_parameter_is_refused(index: int) -> None:
-    case = {key: twin(argument) for key, argument in SMALL_CASES["sparse_amsgrad"].items()}
+    case = {key: copy_of(argument) for key, argument in SMALL_CASES["sparse_amsgrad"].items()}
     case["indices"][-1] = index
     assert not 0 <= index - case["first"] < case["x"].numel()
     before = allocation(case["x"]).clone()

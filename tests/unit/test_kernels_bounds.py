@@ -98,7 +98,7 @@ def test_a_short_tail_is_all_that_is_written(backend: str, operation: str, count
 
 @each_backend
 @pytest.mark.parametrize("output", [0, 2], ids=["nothing", "floats"])
-def test_a_momentum_writes_what_it_is_told_to(backend: str, output: int) -> None:
+def test_momentum_encode_writes_the_output_that_is_asked_for(backend: str, output: int) -> None:
     options: dict[str, Any] = {"grad_dtype": torch.bfloat16, "state_dtype": torch.float32}
     assert_bounds(backend, "momentum_encode", momentum_encode_case(700, seed=3, pieces=5, output=output, **options))
 

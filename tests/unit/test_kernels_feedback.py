@@ -48,7 +48,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def assert_split(whole: Array, sent: Array, kept: Array, dtype: torch.dtype) -> None:
-    """As far as the memory can tell; where they are of one size (Sterbenz) fp32 can tell exactly."""
+    """Up to the rounding of the state; exact where both have one magnitude (Sterbenz)."""
     left = whole - sent
     assert (np.abs(kept - left) <= HALF_AN_ULP[dtype] * np.abs(left) + 2.0**-133).all()
     alike = (np.abs(whole) <= 2 * np.abs(sent)) & (np.abs(whole) >= np.abs(sent) / 2)
@@ -172,7 +172,7 @@ def test_nothing_is_lost_over_many_steps(backend: str, state_dtype: torch.dtype,
 @each_backend
 @each_state
 def test_what_roundings_lose_over_many_steps_is_theirs(backend: str, state_dtype: torch.dtype) -> None:
-    """With the scales of real life: each step may lose half an ulp of what it stores, and a little of what it adds."""
+    """With realistic scales: each step may lose half an ulp of what it stores, and a little of what it adds."""
     case = sign_encode_case(500, seed=3, pieces=4, grad_dtype=torch.float32, state_dtype=state_dtype, weight=1.0)
     places = Places(case["runs"])
     case["c"].copy_(in_flat(torch.zeros(500, dtype=state_dtype), 3))

@@ -60,7 +60,7 @@ def test_lamb_measure_whatever_it_is_given(**case: Any) -> None:
 @each_backend
 @each_low
 def test_lamb_measure_is_the_formula(backend: str, low_dtype: torch.dtype | None) -> None:
-    """It looks at the parameter as it is, weights that somebody loaded included, and leaves it alone."""
+    """It reads the parameter, loaded weights included, and does not write it."""
     case = lamb_measure_case(500, seed=3, pieces=4, low_dtype=low_dtype, loaded=True, eps=1e-3)
     places = Places(case["runs"])
     at = places.element

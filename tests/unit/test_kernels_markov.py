@@ -30,7 +30,7 @@ from tests.unit.markov_cases import (
     WEIGHT,
     assert_bounds,
     assert_padding_counts_for_nothing,
-    each_life,
+    each_activity,
     each_mode,
     each_momentum,
     markov_difference_case,
@@ -63,7 +63,7 @@ def test_markov_encode_for_every_tail(grad_dtype: torch.dtype | None, momentum: 
 
 @each_momentum
 @each_grad
-@each_life
+@each_activity
 def test_markov_encode_for_many_runs_and_steps(grad_dtype: torch.dtype | None, momentum: bool, active: str) -> None:
     """With scales that follow from the sums, and coordinates that have spoken where they were active."""
     case = markov_encode_case(3000, seed=4, pieces=7, grad_dtype=grad_dtype, momentum=momentum, active=active)
@@ -77,7 +77,7 @@ def test_markov_encode_for_many_runs_and_steps(grad_dtype: torch.dtype | None, m
 
 @each_mode
 @each_momentum
-@each_life
+@each_activity
 @pytest.mark.parametrize("grad_dtype", GRADIENTS, ids=str)
 def test_markov_encode_with_gradients_that_are_not_finite(
     grad_dtype: torch.dtype, momentum: bool, mode: int, active: str
@@ -93,7 +93,7 @@ def test_markov_encode_with_gradients_that_are_not_finite(
 @each_mode
 @each_momentum
 def test_markov_encode_of_huge_memories(momentum: bool, mode: int) -> None:
-    """No step makes them, but a checkpoint might bring them. Without a gradient there is nobody to blame."""
+    """No step makes them, but a checkpoint might bring them. Without a gradient nothing is reported."""
     for grad_dtype in (None, torch.float32):
         case = markov_encode_case(1000, seed=1, grad_dtype=grad_dtype, momentum=momentum, mode=mode, pieces=3)
         at = Places(case["runs"]).element
@@ -129,7 +129,7 @@ def test_markov_encode_is_the_formula(backend: str, mode: int, momentum: bool, g
     places = Places(case["runs"])
     own = places.element - 2 * WORD
     known, sent_mask = double(case["known"])[own], bits_of(case["sent_mask"], places.element)
-    living = bits_of(case["active"], places.element)
+    is_active = bits_of(case["active"], places.element)
     message = (
         np.where(bits_of(case["sent_words"], own), 1.0, -1.0) * double(case["sent_scales"])[places.shard] * sent_mask
     )
@@ -149,24 +149,24 @@ def test_markov_encode_is_the_formula(backend: str, mode: int, momentum: bool, g
     else:
         before = np.float32(known + message).astype(np.float64)
     remembered = mode == MarkovMode.ACTIVATION and case["m"] is None
-    assert_sum(known_new, np.where(living | (not remembered), before, meant))
+    assert_sum(known_new, np.where(is_active | (not remembered), before, meant))
     change = meant - before
-    clear = ~living | (np.abs(change) > 1e-6 * (np.abs(meant) + np.abs(before)) + 1e-30) | (change == 0)
+    clear = ~is_active | (np.abs(change) > 1e-6 * (np.abs(meant) + np.abs(before)) + 1e-30) | (change == 0)
     bits = places.bits(case["packets"])
-    np.testing.assert_array_equal(bits[clear], np.where(living, change >= 0, meant != 0)[clear])
+    np.testing.assert_array_equal(bits[clear], np.where(is_active, change >= 0, meant != 0)[clear])
     assert clear.sum() > 400
     assert_sums(
         case["sums"],
-        places.by_run(np.abs(change) * living),
-        places.by_run(change**2 * living),
-        places.by_run(living.astype(float)),
+        places.by_run(np.abs(change) * is_active),
+        places.by_run(change**2 * is_active),
+        places.by_run(is_active.astype(float)),
     )
 
 
 @each_backend
 @each_mode
 @each_momentum
-def test_what_is_said_is_what_is_sent(backend: str, mode: int, momentum: bool) -> None:
+def test_sent_words_are_the_bits_of_the_packet(backend: str, mode: int, momentum: bool) -> None:
     """To the last word, padding included; words of others stay."""
     case = markov_encode_case(777, seed=4, pieces=3, mode=mode, momentum=momentum, shift=2 * WORD)
     before = case["sent_words"].clone()
@@ -192,17 +192,17 @@ def test_the_sums_have_the_order(backend: str, momentum: bool) -> None:
     if momentum:
         case["m"].copy_(in_flat(values, 3))
     case["sent_mask"].zero_()
-    living = bits_of(case["active"], places.element)
+    is_active = bits_of(case["active"], places.element)
     with kernels_of(backend) as kernels:
         kernels.markov_encode(**case)
-    counted = np.where(living, values.numpy(), np.float32(0.0))
+    counted = np.where(is_active, values.numpy(), np.float32(0.0))
     assert case["sums"][:, 0].tolist() == [in_order(run) for run in places.by_run(np.abs(counted))]
     assert case["sums"][:, 1].tolist() == [in_order(run) for run in places.by_run(counted * counted)]
-    assert case["sums"][:, 2].tolist() == [run.sum() for run in places.by_run(living)]
+    assert case["sums"][:, 2].tolist() == [run.sum() for run in places.by_run(is_active)]
 
 
 @each_backend
-def test_the_sign_of_no_change_is_positive_and_a_zero_is_no_hello(backend: str) -> None:
+def test_the_sign_of_no_change_is_positive_and_a_zero_has_no_activation_bit(backend: str) -> None:
     for active, bit in (("all", True), ("none", False)):
         case = markov_encode_case(100, seed=0, active=active, grad_dtype=torch.float32)
         zeros = torch.tensor([0.0, -0.0])
@@ -217,7 +217,7 @@ def test_the_sign_of_no_change_is_positive_and_a_zero_is_no_hello(backend: str) 
 # An owner's signs ----------------------------------------------------------------------------------------------------
 
 
-@each_life
+@each_activity
 @pytest.mark.parametrize("workers", WORKERS)
 def test_markov_merge_for_every_tail(workers: int, active: str) -> None:
     for seed, count in enumerate(TAILS[:-1]):
@@ -231,12 +231,12 @@ def test_markov_merge_whatever_it_is_given(seed: int, shifted: bool, **case: Any
 
 
 @each_backend
-@each_life
+@each_activity
 @pytest.mark.parametrize("workers", [1, 2, 3, 7])
 def test_markov_merge_is_the_formula(backend: str, workers: int, active: str) -> None:
     case = markov_merge_case(500, workers=workers, seed=3, pieces=4, active=active, shift=2 * WORD)
     places = Places(case["runs"])
-    own, living = places.element - 2 * WORD, bits_of(case["active"], places.element)
+    own, is_active = places.element - 2 * WORD, bits_of(case["active"], places.element)
     old, g = double(case["mean"])[own], double(case["g"])[places.element]
     for row in range(workers):  # the kernel need not care for the padding of what it gets
         for _, _, count, byte, _, _ in places.runs:
@@ -246,15 +246,15 @@ def test_markov_merge_is_the_formula(backend: str, workers: int, active: str) ->
     with kernels_of(backend) as kernels:
         kernels.markov_merge(**case)
     new = double(case["mean"])[own]
-    assert_sum(new, old, *(row * living for row in sent_words))
-    np.testing.assert_array_equal(new[~living], old[~living])
+    assert_sum(new, old, *(row * is_active for row in sent_words))
+    np.testing.assert_array_equal(new[~is_active], old[~is_active])
     change = np.float32(new) - np.float32(g)
-    expected = np.where(living, change >= 0, np.any(bits, axis=0))
+    expected = np.where(is_active, change >= 0, np.any(bits, axis=0))
     np.testing.assert_array_equal(places.bits(case["answer"]), expected)
-    counted = np.where(living, change, np.float32(0.0))
+    counted = np.where(is_active, change, np.float32(0.0))
     assert case["sums"][:, 0].tolist() == [in_order(run) for run in places.by_run(np.abs(counted))]
     assert case["sums"][:, 1].tolist() == [in_order(run) for run in places.by_run(counted * counted)]
-    assert case["sums"][:, 2].tolist() == [run.sum() for run in places.by_run(living)]
+    assert case["sums"][:, 2].tolist() == [run.sum() for run in places.by_run(is_active)]
 
 
 # The difference as floats --------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What a worker says in Markov compression adds up, and what must not be taken in is not."""
+"""The messages of Markov compression add up, and bad gradients are not taken."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.unit.formulas import Places, double
 from tests.unit.kernel_cases import WORD, allocation, each_backend, guarded, kernels_of, random, random_words
-from tests.unit.markov_cases import each_life, each_momentum, markov_difference_case, markov_encode_case
+from tests.unit.markov_cases import each_activity, each_momentum, markov_difference_case, markov_encode_case
 from tests.unit.sign_cases import GRADIENTS, in_flat
 from thinwire.kernels.modes import MarkovMode
 
@@ -21,7 +21,7 @@ from thinwire.kernels.modes import MarkovMode
 @each_backend
 @each_momentum
 def test_messages_add_up_to_what_is_known(backend: str, momentum: bool) -> None:
-    """Whoever hears all messages knows what the worker believes to be known, to the bit."""
+    """The sum of all messages is what the worker has in `known`, to the bit."""
     case = markov_encode_case(300, seed=0, momentum=momentum, active="all", scale=1.0)
     answer_words, silence = torch.zeros(300), torch.zeros_like(case["sent_mask"])
     case["known"].copy_(in_flat(torch.zeros(300), 0))
@@ -51,8 +51,8 @@ def test_each_message_brings_what_is_known_nearer(backend: str) -> None:
     for _ in range(30):
         with kernels_of(backend) as kernels:
             kernels.markov_encode(**case)
-        magnitudes, squares, living = case["sums"][0].tolist()
-        assert living == n
+        magnitudes, squares, is_active = case["sums"][0].tolist()
+        assert is_active == n
         assert squares == pytest.approx(left, rel=1e-4)
         distance = case["grad"].double() - case["known"][first : first + n].double()
         assert squares == pytest.approx(float((distance**2).sum()), rel=1e-4)
@@ -65,8 +65,8 @@ def test_each_message_brings_what_is_known_nearer(backend: str) -> None:
 
 @each_backend
 @each_momentum
-def test_a_greeting_and_what_follows_are_an_ordinary_message(backend: str, momentum: bool) -> None:
-    """A worker that learns only from the hellos who is active says then what one says who knew it before.
+def test_an_activation_round_and_the_next_message_equal_an_ordinary_message(backend: str, momentum: bool) -> None:
+    """A worker that learns the activation map from activation bits sends what a worker sends that knew it before.
 
     Without a momentum the gradient is recalled, with one it is already in it. Inactive coordinates forget it.
     """
@@ -117,12 +117,10 @@ def encoded(
 
 
 @each_backend
-@each_life
-@pytest.mark.parametrize("mode", [MarkovMode.ORDINARY, MarkovMode.ACTIVATION], ids=["ordinary", "greeting"])
+@each_activity
+@pytest.mark.parametrize("mode", [MarkovMode.ORDINARY, MarkovMode.ACTIVATION], ids=["ordinary", "activation"])
 @pytest.mark.parametrize("grad_dtype", GRADIENTS, ids=str)
-def test_a_bad_gradient_says_what_was_said_before(
-    backend: str, mode: int, grad_dtype: torch.dtype, active: str
-) -> None:
+def test_a_bad_gradient_repeats_the_last_value(backend: str, mode: int, grad_dtype: torch.dtype, active: str) -> None:
     """As if the gradient were what is known already; the other elements are what they are without it."""
     gradient = torch.randn(200, generator=random(1)).to(grad_dtype)
     good, ordinary = encoded(backend, gradient, mode=MarkovMode.ORDINARY, momentum=False, active=active)
@@ -142,8 +140,8 @@ def test_a_bad_gradient_says_what_was_said_before(
 
 
 @each_backend
-@each_life
-@pytest.mark.parametrize("mode", [MarkovMode.ORDINARY, MarkovMode.ACTIVATION], ids=["ordinary", "greeting"])
+@each_activity
+@pytest.mark.parametrize("mode", [MarkovMode.ORDINARY, MarkovMode.ACTIVATION], ids=["ordinary", "activation"])
 @pytest.mark.parametrize("grad_dtype", GRADIENTS, ids=str)
 def test_a_momentum_keeps_its_value_when_the_gradient_is_bad(
     backend: str, mode: int, grad_dtype: torch.dtype, active: str

@@ -347,7 +347,7 @@ def test_step_apply_whatever_it_is_given(**case: Any) -> None:
 @each_low
 @each_anchor
 def test_step_apply_is_the_formula(backend: str, low_dtype: torch.dtype | None, anchored: bool) -> None:
-    """The anchor is the parameter before the step, weights that somebody loaded included."""
+    """The anchor is the parameter before the step, loaded weights included."""
     case = step_apply_case(500, seed=3, pieces=4, low_dtype=low_dtype, loaded=True, anchored=anchored, rate=0.02)
     places = Places(case["runs"])
     p = double(case["p"].clamp_(max=1e6))[places.element]  # it would make much of what has vanished

@@ -17,13 +17,13 @@ from tests.unit.kernel_cases import (
     WORD,
     activity_refresh_case,
     allocation,
+    copy_of,
     crc_case,
     encode_case,
     guarded,
     random,
     random_bytes,
     same_everywhere,
-    twin,
 )
 from thinwire.kernels import arguments, native, ops, reference
 from thinwire.kernels.header import STATUS_WORDS
@@ -36,7 +36,7 @@ OF_TRITON = [name for name, module in ops.BACKENDS_OF["triton"].items() if modul
 
 
 def packet_case() -> dict[str, Any]:
-    """Packets that nobody has sealed."""
+    """Packets without a header."""
     packets = guarded(random_bytes(3, 32 + 8 * 9, generator=random(0)))
     status = torch.zeros(STATUS_WORDS, dtype=torch.int64)
     return {"packets": packets, "status": guarded(status), "step": 5, "bucket": 2, "flags": 0, "layout": 77}
@@ -50,7 +50,7 @@ SMALL_CASES: dict[str, dict[str, Any]] = {
     "vote_bit": flat.vote_case(3, 4, "some", seed=0),
     "vote_majority": flat.majority_case(4, 4, "some", seed=0),
     "vote_count": flat.count_case(3, 4, "some", seed=0),
-    "activity_update": flat.adopt_case(3, 2, 1, 2, 1, 0, planes=2),
+    "activity_update": flat.activity_update_case(3, 2, 1, 2, 1, 0, planes=2),
     "birder_apply": flat.apply_case(100, seed=0),
     "dense_apply": node.dense_case(100, seed=0),
     **sign_cases.a_case_of_each(100, 1),
@@ -81,7 +81,7 @@ def test_triton_kernels_agree_with_the_reference(operation: str) -> None:
     """Interpreted on the CPU; tests/unit/test_triton_*.py look closer."""
     pytest.importorskip("triton")
     case = SMALL_CASES[operation]
-    ours, theirs = ({name: twin(argument) for name, argument in case.items()} for _ in range(2))
+    ours, theirs = ({name: copy_of(argument) for name, argument in case.items()} for _ in range(2))
     expected = getattr(REFERENCE, operation)(**theirs)
     bad, more = torch.zeros(1, dtype=torch.int32), {}
     if operation in ops.FINDING:
@@ -164,6 +164,6 @@ def test_a_declaration_that_the_reference_does_not_match_is_refused(declared: st
 @each_operation
 def test_the_reference_makes_tensors_where_it_is_given_some(operation: str) -> None:
     """As on a GPU: with another default device, whatever is made without saying where meets what is on the CPU."""
-    case = {name: twin(argument) for name, argument in SMALL_CASES[operation].items()}
+    case = {name: copy_of(argument) for name, argument in SMALL_CASES[operation].items()}
     with torch.device("meta"):
         getattr(REFERENCE, operation)(**case)

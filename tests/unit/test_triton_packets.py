@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.kernel_cases import allocation, guarded, random, random_bytes
-from tests.unit.kernel_cases import twin as twin
+from tests.unit.kernel_cases import allocation, copy_of, guarded, random, random_bytes
 from thinwire.kernels.header import (
     ACTIVATION,
     CHECKED,
@@ -76,7 +75,7 @@ def forge(packet: Tensor, **fields: int) -> None:
 
 def same_as_reference(name: str, **arguments: Any) -> Tensor:
     """Both, on copies of everything; all memory must be the same. Returns the status."""
-    copy = {name: twin(argument) for name, argument in arguments.items()}
+    copy = {name: copy_of(argument) for name, argument in arguments.items()}
     getattr(reference, name)(**arguments)
     operation(name)(**copy)
     for argument, value in arguments.items():
@@ -112,7 +111,7 @@ def test_seal_for_every_length(length: int) -> None:
 
 @pytest.mark.parametrize("raised", [0, NONFINITE, REFUSED, NONFINITE | REFUSED, 0xFF00])
 @pytest.mark.parametrize("flags", [0, ACTIVATION, SYNCHRONIZE | REFUSED])
-def test_seal_says_what_has_been_raised(raised: int, flags: int) -> None:
+def test_seal_writes_the_raised_flags(raised: int, flags: int) -> None:
     packets = guarded(random_bytes(1, HEADER_BYTES + 8, generator=random(0)))
     fields = {"step": 2**40 + 1, "bucket": 2**32 - 1, "sender": 65535, "flags": flags, "layout": 2**32 - 1}
     same_as_reference("packet_seal", packets=packets, status=a_status(raised), **fields)
@@ -201,7 +200,7 @@ def test_check_notes_the_lowest_row_and_what_all_have_raised() -> None:
     assert noted["FLAGS"] == NONFINITE | REFUSED
 
 
-def test_check_hears_of_a_refusal() -> None:
+def test_check_reports_the_refusal_of_a_peer() -> None:
     packets = sealed(3, 16)
     forge(packets[1], flags=ACTIVATION | REFUSED)
     forge(packets[2], step=9)

@@ -107,7 +107,7 @@ def _stepping() -> Iterator[Call]:
     yield "adam_apply", adam_case(**of)
     yield "step_apply", step_apply_case(**of)
     yield "lamb_apply", lamb_apply_case(**of)
-    yield "activity_update", flat.adopt_case(300, 4, 0, 256, 7, 3, 1)
+    yield "activity_update", flat.activity_update_case(300, 4, 0, 256, 7, 3, 1)
 
 
 def _stepping_more() -> Iterator[Call]:
@@ -125,7 +125,7 @@ def _stepping_more() -> Iterator[Call]:
         for source in Source:
             yield "amsgrad_apply", amsgrad_case(**of, source=source)
     yield "amsgrad_apply", amsgrad_case(**AT, source=Source.SIGNS, steps=False)
-    yield "activity_update", flat.adopt_case(300, 4, 0, 256, 7, 3, 3)
+    yield "activity_update", flat.activity_update_case(300, 4, 0, 256, 7, 3, 3)
 
 
 def _merging() -> Iterator[Call]:

@@ -1,7 +1,7 @@
-"""What each kernel needs of its tensors: one function per kernel, which native and Triton launchers call first.
+"""What each kernel requires of its tensors: one function per kernel, called before native and Triton kernels.
 
-`device` is where all tensors must be; None is the CPU. Functions of kernels that walk runs return the bounds of these.
-See `thinwire.kernels.bounds` for what is raised, and the reference for what the arguments mean.
+Its parameters are some of the kernel's, and `device`, where all tensors must be; None is the CPU. Functions of kernels
+with runs return their bounds. `thinwire.kernels.bounds` defines the errors, the reference what the arguments mean.
 """
 
 from __future__ import annotations

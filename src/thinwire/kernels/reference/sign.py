@@ -137,7 +137,7 @@ def momentum_encode(
     """Take the gradient into the momentum `m` and the momentum, times `rate`, into what is to be sent, `c`.
 
     `m` has the element `e` at `e` and `c` at `e - shift`. Without a gradient nothing is added to either; an element
-    whose gradient would make `m` huge or no number keeps it, and the result is True. `output` tells what is written to
+    whose gradient would make `m` NaN or too large keeps it, and the result is True. `output` is what is written to
     `packets`: 0 nothing, 1 the signs of `c`, whose sums of squares `sums` gets, 2 `m` itself as floats.
     """
     nonfinite = False

@@ -1,4 +1,4 @@
-"""The kernels for GPUs, in Triton: as the reference, and nobody waits. Imported only where there is a GPU."""
+"""The kernels for GPUs, in Triton. The host never waits for them. Imported only where there is a GPU."""
 
 from __future__ import annotations
 

@@ -159,21 +159,21 @@ def _markov_merge(
     for full in tl.static_range(2):
         if has_tile(count, full, WORDS):
             mask, word_mask = inside(offset, count, full), inside(word * 64, count, full)
-            hello = tl.load(words_of(rows, byte) + word, mask=word_mask, other=0)
-            total = signed(unpack(hello), tl.load(scales))
+            any_word = tl.load(words_of(rows, byte) + word, mask=word_mask, other=0)
+            total = signed(unpack(any_word), tl.load(scales))
             row = rows
             for worker in range(1, workers):
                 row += row_bytes
                 words = tl.load(words_of(row, byte) + word, mask=word_mask, other=0)
                 total += signed(unpack(words), tl.load(scales + worker))
-                hello |= words
+                any_word |= words
             at = element - shift + offset
             is_active = unpack(tl.load(active + element // 64 + word, mask=word_mask, other=0)) & mask
             here = tl.load(mean + at, mask=mask, other=0.0)
             here = tl.where(is_active, here + total * share, here)
             tl.store(mean + at, here, mask=mask)
             change = here - tl.load(g + element + offset, mask=mask, other=0.0)
-            signs = pack((is_active & (change >= 0)) | ((is_active == 0) & unpack(hello) & mask))
+            signs = pack((is_active & (change >= 0)) | ((is_active == 0) & unpack(any_word) & mask))
             tl.store(words_of(answer, byte) + word, signs, mask=word_mask)
             _write_sums(sums, word, word_mask, room, change, is_active, WORDS)
 

@@ -15,7 +15,7 @@ from thinwire.kernels.triton.common import WORD, WORDS, blocks_of, device_of, ji
 @jit(do_not_specialize=["count", "length"])
 def _shard_scale(sums, which, count, to, also, length, SUMS: tl.constexpr, TWICE: tl.constexpr):
     total = tl.zeros((), dtype=tl.float64)
-    living = tl.zeros((), dtype=tl.float64)
+    number = tl.zeros((), dtype=tl.float64)
     # 32 are loaded at a time, as each addition waits for the one before.
     for first in range(0, count, 32):
         for i in tl.static_range(32):
@@ -23,13 +23,13 @@ def _shard_scale(sums, which, count, to, also, length, SUMS: tl.constexpr, TWICE
             row = sums + tl.load(which + first + i, mask=there, other=0) * SUMS
             total += tl.load(row, mask=there, other=0.0)
             if SUMS == 3:
-                living += tl.load(row + 2, mask=there, other=0.0)
+                number += tl.load(row + 2, mask=there, other=0.0)
     if SUMS == 1:
-        living += length
-    mean = total / tl.where(living == 0, 1.0, living)
+        number += length
+    mean = total / tl.where(number == 0, 1.0, number)
     if SUMS == 1:
         mean = tl.sqrt(mean)
-    scale = tl.where(living == 0, 0.0, mean).to(tl.float32)
+    scale = tl.where(number == 0, 0.0, mean).to(tl.float32)
     tl.store(to, scale)
     if TWICE:
         tl.store(also, scale)
