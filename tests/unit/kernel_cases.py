@@ -53,6 +53,11 @@ COUNTS = st.one_of(st.integers(1, 200), st.integers(1, 2000))
 SEEDS = st.integers(0, 2**32 - 1)
 
 
+def long(*values: Any) -> list[Any]:
+    """Values of a parameter that only `make test-all` tests."""
+    return [pytest.param(value, marks=pytest.mark.long) for value in values]
+
+
 @contextmanager
 def kernels_of(backend: str) -> Iterator[ops.Kernels]:
     """The reference, or the native kernels with the instruction set `backend`."""

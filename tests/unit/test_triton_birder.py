@@ -24,6 +24,7 @@ from tests.unit.kernel_cases import (
     encode_case,
     guarded,
     hard_gradient,
+    long,
     random,
 )
 from tests.unit.sign_cases import dense_encode_case
@@ -260,7 +261,7 @@ def test_vote_count(workers: int, active: str) -> None:
         same_as_reference("vote_count", flat.count_case(workers, words, active, seed=words))
 
 
-@pytest.mark.parametrize("workers", [1, 3, 8])
+@pytest.mark.parametrize("workers", [3, *long(1, 8)])
 def test_the_signal_is_sampled_alike(workers: int) -> None:
     words = flat.SIGNAL_BLOCK + 70  # two samples, the second one cut short
     same_as_reference("vote_count", flat.count_case(workers, words, "some", seed=0))

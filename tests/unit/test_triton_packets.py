@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.kernel_cases import allocation, copy_of, guarded, random, random_bytes
+from tests.unit.kernel_cases import allocation, copy_of, guarded, long, random, random_bytes
 from thinwire.kernels.header import (
     ACTIVATION,
     CHECKED,
@@ -131,7 +131,9 @@ def test_seal_and_check_with_any_step(step: int, layout: int) -> None:
 # Check ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize(
+    "length", [*LENGTHS[::4], *long(*(length for length in LENGTHS if length not in LENGTHS[::4]))]
+)
 def test_check_for_every_length(length: int) -> None:
     packets = sealed(3, length, gap=20)
     untouched = checked(packets)
