@@ -118,7 +118,7 @@ def _birder(form: Form, *, downlink: Downlink, state: float) -> list[Kernel]:
         Kernel("any_of", {"rows": rows}, {"answer": BIT}, share=mine / REFRESH_PERIOD),
         *_packets(BIT, planes * BIT),
         Kernel("birder_apply", {**form.x, "active": BIT, "answers": planes * BIT}, form.x, each="part"),
-        Kernel("adopt", {"active": BIT, "answers": planes * BIT}, {"active": BIT}),
+        Kernel("activity_update", {"active": BIT, "answers": planes * BIT}, {"active": BIT}),
     ]
 
 
@@ -130,17 +130,17 @@ def _signs_merged(error: float) -> list[Kernel]:
         Kernel("sign_merge", reads, writes, share=1 / WORKERS, sums=1),
         Kernel("shard_scale", {}, {}),
         *_packets(BIT, BIT),
-        Kernel("copy of the answers", {"answers": BIT}, {"heard": BIT}),
+        Kernel("copy of the answers", {"answers": BIT}, {"answer_words": BIT}),
     ]
 
 
 def _sign_encode(form: Form, error: float) -> Kernel:
-    reads = {"grad": form.grad, "c": error, "heard": BIT}
+    reads = {"grad": form.grad, "c": error, "answer_words": BIT}
     return Kernel("sign_encode", reads, {"c": error, "packets": BIT}, sums=1, each="part")
 
 
 def _sign_apply(form: Form) -> Kernel:
-    return Kernel("sign_apply", {**form.x, "p": FLOAT, "heard": BIT}, form.x, each="part")
+    return Kernel("sign_apply", {**form.x, "p": FLOAT, "answer_words": BIT}, form.x, each="part")
 
 
 def _onebit_adam(form: Form, *, error: float) -> list[Kernel]:
@@ -148,11 +148,11 @@ def _onebit_adam(form: Form, *, error: float) -> list[Kernel]:
 
 
 def _onebit_lamb(form: Form) -> list[Kernel]:
-    measured = {**form.x, "p": FLOAT, "w": FLOAT, "heard": BIT, "before": BIT}
+    measured = {**form.x, "p": FLOAT, "w": FLOAT, "answer_words": BIT, "previous_words": BIT}
     return [
         _sign_encode(form, FLOAT),
         *_signs_merged(FLOAT),
-        Kernel("copy of the answers before", {"heard": BIT}, {"before": BIT}),
+        Kernel("copy of the previous answers", {"answer_words": BIT}, {"previous_words": BIT}),
         Kernel("onebit_lamb_measure", measured, {"w": FLOAT}, sums=2, each="part"),
         _sign_apply(form),
     ]
@@ -178,7 +178,7 @@ def _momentum_encode(form: Form, *, signs: bool) -> Kernel:
 
 def _synchronising_step(form: Form) -> list[Kernel]:
     # The step begins at the anchor: what local steps have made of the parameter since is not read.
-    reads, writes = {"anchor": FLOAT, "p": FLOAT, "heard": BIT}, {**form.x, "m": FLOAT}
+    reads, writes = {"anchor": FLOAT, "p": FLOAT, "answer_words": BIT}, {**form.x, "m": FLOAT}
     return [
         _momentum_encode(form, signs=True),
         *_signs_merged(FLOAT),
@@ -203,25 +203,30 @@ def _zero_one_adam(form: Form) -> list[Kernel]:
 
 def _cd_adam(form: Form) -> list[Kernel]:
     mine, states = 1 / WORKERS, {"g": FLOAT, "m": FLOAT, "v": FLOAT, "peak": FLOAT}
-    encoded = {"grad": form.grad, "known": FLOAT, "said": BIT, "spoke": BIT, "active": BIT}
-    words = {"known": FLOAT, "said": BIT, "busy": 1 / WORD, "packets": BIT}
+    encoded = {"grad": form.grad, "known": FLOAT, "sent_words": BIT, "sent_mask": BIT, "active": BIT}
+    words = {"known": FLOAT, "sent_words": BIT, "nonzero": 1 / WORD, "packets": BIT}
     merged = {"rows": WORKERS * BIT, "mean": FLOAT, "g": FLOAT, "active": BIT}
     quiet = {"words": 1 / WORD}  # those that have just fallen quiet are written, which are few
     return [
         Kernel("markov_encode", encoded, words, sums=3, each="part"),
         Kernel("shard_scale", {}, {}, each="shard"),
-        Kernel("quiet words, told", {"busy": 1 / WORD}, {"sent": BIT / WORD}, each="shard"),
+        Kernel("quiet words of the worker", {"nonzero": 1 / WORD}, {"sent": BIT / WORD}, each="shard"),
         Kernel("any_of", {"rows": WORKERS * BIT}, {"answer": BIT}, share=mine / WORD),
-        Kernel("quiet words, heard by the owner", {"active": BIT, "spoke": BIT}, {"heard": BIT}, share=mine),
-        Kernel("forget", quiet, {}, share=mine),
+        Kernel(
+            "quiet words of the owner",
+            {"active": BIT, "sent_mask": BIT},
+            {"answer_words": BIT},
+            share=mine,
+        ),
+        Kernel("clear_words", quiet, {}, share=mine),
         Kernel("markov_merge", merged, {"mean": FLOAT, "answer": BIT}, share=mine, sums=3),
         Kernel("shard_scale", {}, {}),
         *_packets(BIT + BIT / WORD, BIT + BIT / WORD),
-        Kernel("quiet words, heard by all", {"active": BIT, "spoke": BIT}, {"heard": BIT}),
-        Kernel("forget", quiet, {}),
-        Kernel("forget", quiet, {}),
+        Kernel("quiet words, answer_words by all", {"active": BIT, "sent_mask": BIT}, {"answer_words": BIT}),
+        Kernel("clear_words", quiet, {}),
+        Kernel("clear_words", quiet, {}),
         Kernel("amsgrad_apply", {**form.x, **states, "packets": BIT, "active": BIT}, {**form.x, **states}, each="part"),
-        Kernel("maps", {"heard": BIT, "active": BIT, "answers": BIT}, {"spoke": BIT, "active": BIT}),
+        Kernel("maps", {"answer_words": BIT, "active": BIT, "answers": BIT}, {"sent_mask": BIT, "active": BIT}),
     ]
 
 

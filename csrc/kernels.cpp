@@ -4,7 +4,7 @@
 #include <cstddef>
 
 #include "scalar.h"
-#include "table.h"
+#include "thinwire.h"
 #include "word.h"
 
 #include "adam.inc"
@@ -23,10 +23,9 @@
 #define THINWIRE_JOIN_(a, b) a##b
 #define THINWIRE_JOIN(a, b) THINWIRE_JOIN_(a, b)
 
-extern const thinwire_table THINWIRE_JOIN(thinwire_table_, THINWIRE_ISA);
-const thinwire_table THINWIRE_JOIN(thinwire_table_, THINWIRE_ISA) = {
-    birder_encode, birder_direction, mean, activity_refresh, vote_bit, vote_majority, vote_count, adopt, birder_apply, dense_apply, dense_encode,
-    square_sum, precondition, adam_apply, sign_encode, sign_merge, sign_apply, momentum_encode, step_apply, lamb_measure, lamb_apply,
-    onebit_lamb_measure, markov_encode, markov_merge, markov_difference, amsgrad_apply, momentum_sum, sparse_amsgrad, top_k, sparse_add,
-    sketch_add, sketch_estimate, sketch_top_k, crc32c,
+extern const thinwire_kernels THINWIRE_JOIN(thinwire_kernels_, THINWIRE_ISA);
+const thinwire_kernels THINWIRE_JOIN(thinwire_kernels_, THINWIRE_ISA) = {
+#define THINWIRE_KERNEL(result, name, parameters) name,
+#include "kernels.def"
+#undef THINWIRE_KERNEL
 };

@@ -136,9 +136,9 @@ THINWIRE_INLINE const float *floats_at(const uint8_t *packets, const thinwire_ru
   return reinterpret_cast<const float *>(packets + run.byte + 4 * done);
 }
 
-// Masters: one that no longer rounds to its low-precision parameter (somebody loaded weights) is replaced by it.
+// A master that no longer rounds to its low-precision parameter, because weights were loaded, is replaced by it.
 template <class Low>
-THINWIRE_INLINE void take_over(float *__restrict x, const Low *__restrict low, int64_t n) {
+THINWIRE_INLINE void load_master(float *__restrict x, const Low *__restrict low, int64_t n) {
   for (int64_t j = 0; j < n; ++j) {
     Low rounded;
     store(rounded, x[j]);
@@ -147,40 +147,40 @@ THINWIRE_INLINE void take_over(float *__restrict x, const Low *__restrict low, i
 }
 
 template <class Low>
-THINWIRE_INLINE void round_to(Low *__restrict low, const float *__restrict x, int64_t n) {
+THINWIRE_INLINE void store_master(Low *__restrict low, const float *__restrict x, int64_t n) {
   for (int64_t j = 0; j < n; ++j) store(low[j], x[j]);
 }
 
 // Without masters, Low is float and `low` is not touched.
-THINWIRE_INLINE void take_over(float *, const float *, int64_t) {}
-THINWIRE_INLINE void round_to(float *, const float *, int64_t) {}
+THINWIRE_INLINE void load_master(float *, const float *, int64_t) {}
+THINWIRE_INLINE void store_master(float *, const float *, int64_t) {}
 
-// A parameter in fp32, or the master of one in low precision. Types are told apart word by word: that is cheap, and a
-// template would make every kernel thrice.
+// A parameter in fp32, or the master of one in low precision. The type is looked up for every word: that is cheap, and a
+// template would compile every kernel three times.
 struct Parameter {
   float *x;
   void *low;
   int dtype;
 
-  THINWIRE_INLINE_MEMBER void take_over(int64_t at, int n) const {
-    if (low && dtype == THINWIRE_BF16) take_over_word(x + at, static_cast<const bf16 *>(low) + at, n);
-    if (low && dtype == THINWIRE_F16) take_over_word(x + at, static_cast<const f16 *>(low) + at, n);
+  THINWIRE_INLINE_MEMBER void load(int64_t at, int n) const {
+    if (low && dtype == THINWIRE_BF16) load_word_of(x + at, static_cast<const bf16 *>(low) + at, n);
+    if (low && dtype == THINWIRE_F16) load_word_of(x + at, static_cast<const f16 *>(low) + at, n);
   }
 
-  THINWIRE_INLINE_MEMBER void round(int64_t at, int n) const {
-    if (low && dtype == THINWIRE_BF16) round_word(static_cast<bf16 *>(low) + at, x + at, n);
-    if (low && dtype == THINWIRE_F16) round_word(static_cast<f16 *>(low) + at, x + at, n);
+  THINWIRE_INLINE_MEMBER void store(int64_t at, int n) const {
+    if (low && dtype == THINWIRE_BF16) store_word_of(static_cast<bf16 *>(low) + at, x + at, n);
+    if (low && dtype == THINWIRE_F16) store_word_of(static_cast<f16 *>(low) + at, x + at, n);
   }
 
  private:
   template <class Low>
-  __attribute__((noinline)) static void take_over_word(float *x, const Low *low, int n) {
-    ::take_over(x, low, n);
+  __attribute__((noinline)) static void load_word_of(float *x, const Low *low, int n) {
+    ::load_master(x, low, n);
   }
 
   template <class Low>
-  __attribute__((noinline)) static void round_word(Low *low, const float *x, int n) {
-    round_to(low, x, n);
+  __attribute__((noinline)) static void store_word_of(Low *low, const float *x, int n) {
+    store_master(low, x, n);
   }
 };
 

@@ -187,7 +187,7 @@ FLAT = {
     "signs of synchronize()": Case(0, 2, "checksum", **LOCAL, good_steps=15, synchronize=True),
     "an answer of synchronize()": Case(1, 2, "checksum", **LOCAL, good_steps=15, synchronize=True),
     "the mean of values": Case(1, 0, "checksum", occurrence=2, **SKETCH),
-    **{f"another {name}": Case(0, 0, name if name != "flags" else "greeting", header=name) for name in FIELDS},
+    **{f"another {name}": Case(0, 0, name if name != "flags" else "activation", header=name) for name in FIELDS},
     "another step in an answer": Case(1, 2, "step", header="step"),
     "another length of floats": Case(0, 2, "length", header="length", **DENSE),
 }

@@ -163,7 +163,7 @@ CASES = {
         {},
         "markov_encode",
         ["shard_scale"] * 2,
-        ["or", "forget", "markov_merge", "shard_scale"],
+        ["or", "clear_words", "markov_merge", "shard_scale"],
         "amsgrad_apply",
     ),
 }

@@ -49,7 +49,7 @@ def first_difference(expected: Header, received: bytes) -> str | None:
     wanted = dataclasses.asdict(expected) | {"magic": 0x5754, "version": 2, "checksum": crc32c(received[4:])}
     names = [name for name in _NAMES if name != "flags" and fields[name] != wanted[name]]
     if (fields["flags"] ^ expected.flags) & packet.ACTIVATION:
-        names.append("greeting")
+        names.append("activation")
     if (fields["flags"] ^ expected.flags) & packet.SYNCHRONIZE:
         names.append("synchronize")
     return names[0] if names else None
@@ -62,7 +62,7 @@ class Packets:
     share = 0.84
     outcomes: tuple[str, ...] = (
         "accepted: as sent, or sealed again with no more than a peer may change",
-        *(f"refused: {name}" for name in (*_NAMES, "greeting", "synchronize") if name != "flags"),
+        *(f"refused: {name}" for name in (*_NAMES, "activation", "synchronize") if name != "flags"),
     )
 
     def __init__(self) -> None:

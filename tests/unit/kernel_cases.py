@@ -32,7 +32,7 @@ a tensor fills its allocation."""
 FLOAT_PLANES = 4 * 8
 """A float takes the room of so many bits."""
 
-PATIENT = settings(deadline=None, max_examples=8 if SANITIZED else 40)  # a busy machine is no finding
+PATIENT = settings(deadline=None, max_examples=8 if SANITIZED else 40)  # a loaded machine is slow
 REFERENCE = ops.BACKENDS["reference"]
 ON_CPU = {name: ops.BACKENDS[name] for name in ("reference", "native")}
 """The backends that are at home there."""
@@ -51,6 +51,11 @@ each_low = pytest.mark.parametrize("low_dtype", [None, torch.bfloat16, torch.flo
 TAILS = (1, 63, 64, 65, 4095, 4096, 4097, 2 * 4096 + 321)
 COUNTS = st.one_of(st.integers(1, 200), st.integers(1, 2000))
 SEEDS = st.integers(0, 2**32 - 1)
+
+
+def long(*values: Any) -> list[Any]:
+    """Values of a parameter that only `make test-all` tests."""
+    return [pytest.param(value, marks=pytest.mark.long) for value in values]
 
 
 @contextmanager
@@ -81,8 +86,8 @@ def allocation(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
 
 
-def twin(argument: Any) -> Any:
-    """The same argument in memory of its own, with all that is around it."""
+def copy_of(argument: Any) -> Any:
+    """A copy of an argument in its own memory, with the bytes around it."""
     if not isinstance(argument, Tensor):
         return argument
     storage = argument.untyped_storage().clone()
@@ -95,7 +100,7 @@ def same_everywhere(operation: str, **arguments: Any) -> Any:
 
     All of the memory must be the same afterwards, and so must the results; returns the result.
     """
-    copies = {isa: {name: twin(argument) for name, argument in arguments.items()} for isa in ISAS}
+    copies = {isa: {name: copy_of(argument) for name, argument in arguments.items()} for isa in ISAS}
     expected = getattr(REFERENCE, operation)(**arguments)
     for isa, copy in copies.items():
         with kernels_of(isa) as kernels:
@@ -132,7 +137,7 @@ def random_bytes(*shape: int, generator: torch.Generator) -> Tensor:
     return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
 
 
-def alive_map(kind: str, words: int, generator: torch.Generator) -> Tensor:
+def activation_map(kind: str, words: int, generator: torch.Generator) -> Tensor:
     """`all`, `none`, or `some`: whole words of both kinds and words in between."""
     active = random_words(words, generator)
     if kind == "some":
@@ -222,7 +227,7 @@ def encode_case(
         "grad": grad,
         "m": guarded(m[shift:]),
         "b": guarded(b[shift:]),
-        "active": guarded(alive_map(active, words, generator)),
+        "active": guarded(activation_map(active, words, generator)),
         "packets": guarded(random_bytes(size, generator=generator)),
         "beta": 0.8,
         "eps": 1e-12,

@@ -20,7 +20,7 @@ from tests.unit.kernel_cases import (
     REFERENCE,
     ROOM,
     WORD,
-    alive_map,
+    activation_map,
     allocation,
     cut,
     guarded,
@@ -42,16 +42,16 @@ from tests.unit.sign_cases import (
     scale_table,
 )
 from tests.unit.test_kernels_invariants import address, changed_bytes
-from thinwire.kernels.modes import Say, Source
+from thinwire.kernels.modes import MarkovMode, Source
 
-MODES = {Say.ORDINARY: "ordinary", Say.ACTIVATION: "greeting", Say.RECALL: "recall"}
-SOURCES = {Source.HELD: "held", Source.SIGNS: "signs", Source.FLOATS: "floats"}
+MODES = {MarkovMode.ORDINARY: "ordinary", MarkovMode.ACTIVATION: "activation", MarkovMode.REPLAY: "replay"}
+SOURCES = {Source.STATE: "state", Source.SIGNS: "signs", Source.FLOATS: "floats"}
 PRIME = 2**31 - 1
 
 each_mode = pytest.mark.parametrize("mode", MODES, ids=MODES.values())
 each_source = pytest.mark.parametrize("source", SOURCES, ids=SOURCES.values())
 each_momentum = pytest.mark.parametrize("momentum", [False, True], ids=["", "momentum"])
-each_life = pytest.mark.parametrize("active", ["all", "none", "some"])
+each_activity = pytest.mark.parametrize("active", ["all", "none", "some"])
 
 ALIVE = st.sampled_from(["all", "none", "some"])
 WEIGHT = st.floats(0, 10)
@@ -66,7 +66,7 @@ def markov_encode_case(
     *,
     seed: int,
     grad_dtype: torch.dtype | None = torch.float32,
-    mode: int = Say.ORDINARY,
+    mode: int = MarkovMode.ORDINARY,
     momentum: bool = False,
     active: str = "some",
     pieces: int = 1,
@@ -75,21 +75,21 @@ def markov_encode_case(
     shift: int = 0,
     **changes: Any,
 ) -> dict[str, Any]:
-    """A recall has neither a gradient nor a momentum, whatever it is given here."""
+    """REPLAY has neither a gradient nor a momentum, whatever is passed here."""
     generator, first_word = random(seed), first_word_of(seed)
     runs, size = cut(count, pieces, first_word=first_word)
     words = first_word + -(-count // WORD)
-    if mode == Say.RECALL:
+    if mode == MarkovMode.REPLAY:
         grad_dtype, momentum = None, False
     return {
         "runs": runs,
         "grad": gradient(count, grad_dtype, generator, finite=finite, elements_off=grad_off),
         "m": guarded(in_flat(moderate(count, generator), first_word)[shift:]) if momentum else None,
         "known": guarded(in_flat(moderate(count, generator), first_word)[shift:]),
-        "said": guarded(random_words(words, generator)[shift // WORD :]),
-        "busy": guarded(torch.full((words - shift // WORD,), 7, dtype=torch.uint8)),
-        "spoke": flat_words(count, first_word, generator),
-        "active": guarded(alive_map(active, words, generator)),
+        "sent_words": guarded(random_words(words, generator)[shift // WORD :]),
+        "nonzero": guarded(torch.full((words - shift // WORD,), 7, dtype=torch.uint8)),
+        "sent_mask": flat_words(count, first_word, generator),
+        "active": guarded(activation_map(active, words, generator)),
         "packets": guarded(random_bytes(size, generator=generator)),
         "sent_scales": scale_table(runs, generator),
         "sums": empty_sums(runs.shape[0], 3),
@@ -104,7 +104,7 @@ def markov_encode_case(
 
 def markov_difference_case(count: int, *, seed: int, **options: Any) -> dict[str, Any]:
     case = markov_encode_case(count, seed=seed, **options)
-    for of_encoding in ("said", "busy", "spoke", "active", "packets", "sent_scales", "sums", "mode"):
+    for of_encoding in ("sent_words", "nonzero", "sent_mask", "active", "packets", "sent_scales", "sums", "mode"):
         del case[of_encoding]
     return case | {"c": guarded(torch.full_like(case["known"], torch.nan))}
 
@@ -119,13 +119,13 @@ def markov_merge_case(
     scales = torch.rand(workers, generator=generator) * 10.0 ** torch.randint(-9, 4, (workers,), generator=generator)
     scales[seed % 9 :: 9] = 0.0
     rows = guarded(random_bytes(workers, 24 + size, generator=generator))[:, 24:]
-    rows[:, : size // 2] &= random_bytes(workers, size // 2, generator=generator)  # hellos are rare
+    rows[:, : size // 2] &= random_bytes(workers, size // 2, generator=generator)  # activation bits are rare
     return {
         "runs": runs,
         "rows": rows,
         "mean": guarded(in_flat(moderate(count, generator), first_word)[shift:]),
         "g": guarded(in_flat(moderate(count, generator), first_word)),
-        "active": guarded(alive_map(active, first_word + -(-count // WORD), generator)),
+        "active": guarded(activation_map(active, first_word + -(-count // WORD), generator)),
         "answer": guarded(random_bytes(size, generator=generator)),
         "scales": guarded(scales),
         "sums": empty_sums(runs.shape[0], 3),
@@ -170,7 +170,7 @@ def amsgrad_case(
         "g": guarded(in_flat(moderate(count, generator), first_word)) if source != Source.FLOATS else None,
         "packets": packets,
         "scales": scale_table(runs, generator) if source == Source.SIGNS else None,
-        "active": guarded(alive_map("some", words, generator)) if source == Source.SIGNS else None,
+        "active": guarded(activation_map("some", words, generator)) if source == Source.SIGNS else None,
         "beta1": 0.9,
         "beta2": 0.999,
         "eps": 1e-8,
@@ -271,7 +271,7 @@ def coefficients_of(rows: int, generator: torch.Generator) -> Tensor:
 def sketch_case(
     count: int, *, seed: int, rows: int, columns: int, first: int = 0, elements_off: int = 0, filled: bool = True
 ) -> dict[str, Any]:
-    """Values, all zeros of which are positive, and a table with something in it already unless told otherwise."""
+    """Values, all zeros of which are positive, and a table that is not empty by default."""
     generator = random(seed)
     values = moderate(count, generator) + 0.0
     table = moderate(rows * columns, generator).view(rows, columns) if filled else torch.zeros(rows, columns)
@@ -366,7 +366,7 @@ FLAT = {"amsgrad_apply": {"g", "m", "v", "peak"}}
 OF_PARAM = {"amsgrad_apply": {"x", "low"}}
 """in the parameter,"""
 IN_PACKET = {"markov_encode": "packets", "markov_merge": "answer"}
-"""and at the bytes of a packet. `said` is written by whole words, `busy` a byte for each."""
+"""and at the bytes of a packet. `sent_words` is written by whole words, `nonzero` a byte for each."""
 
 
 def _may_change(operation: str, name: str, case: dict[str, Any]) -> set[int]:
@@ -376,9 +376,9 @@ def _may_change(operation: str, name: str, case: dict[str, Any]) -> set[int]:
         return {address(tensor) + byte for byte in range(8 * tensor.numel())}
     if IN_PACKET.get(operation) == name:
         starts = [(byte, 8 * -(-count // WORD)) for _, _, count, byte, _, _ in places.runs]
-    elif name == "said":
+    elif name == "sent_words":
         starts = [((run[0] - case["shift"]) // 8, 8 * -(-run[2] // WORD)) for run in places.runs]
-    elif name == "busy":
+    elif name == "nonzero":
         starts = [((run[0] - case["shift"]) // WORD, -(-run[2] // WORD)) for run in places.runs]
     elif name in OWN.get(operation, ()):
         starts = [(4 * int(at), 4) for at in places.element - case["shift"]]
@@ -419,7 +419,7 @@ def assert_padding_counts_for_nothing(
         if name in ("m", "v", "peak", "known", "mean", "c", "e", "g"):
             own = name in OWN.get(operation, ()) or name == "known"
             argument[end - (other["shift"] if own else 0) :] = 1e30
-        elif name in ("said", "spoke", "active"):
+        elif name in ("sent_words", "sent_mask", "active"):
             argument[-1] ^= -1 << run[2] % WORD
         elif name in ("rows", "packets"):
             torch.atleast_2d(argument)[:, run[3] + run[2] // 8 + 1 : run[3] + 8 * words] ^= 255
@@ -428,7 +428,7 @@ def assert_padding_counts_for_nothing(
     with kernels_of(backend) as kernels:
         expected, result = getattr(kernels, operation)(**case), getattr(kernels, operation)(**other)
     assert result == expected
-    for name in {"sums", "x", "low", "answer", "said", "busy"} & set(case):
+    for name in {"sums", "x", "low", "answer", "sent_words", "nonzero"} & set(case):
         assert case[name] is None or torch.equal(other[name], case[name])
     if operation == "markov_encode":
         assert torch.equal(other["packets"], case["packets"])

@@ -109,7 +109,7 @@ def parameter(
     elements_off: int,
     infinite: bool = True,
 ) -> dict[str, Tensor | None]:
-    """x and low; `loaded`: somebody has put other numbers into half of the low-precision parameter."""
+    """x and low; `loaded`: other numbers were loaded into half of the low-precision parameter."""
     x = moderate(count, generator)
     if infinite:
         x[::17] = float("-inf")
@@ -216,10 +216,10 @@ def sign_encode_case(
         "runs": runs,
         "grad": gradient(count, grad_dtype, generator, finite=finite, elements_off=grad_off),
         "c": guarded(in_flat(moderate(count, generator, state_dtype), first_word)[shift:]),
-        "heard": flat_words(count, first_word, generator),
+        "answer_words": flat_words(count, first_word, generator),
         "packets": guarded(random_bytes(size, generator=generator)),
         "sent_scales": scale_table(runs, generator),
-        "heard_scales": scale_table(runs, generator),
+        "answer_scales": scale_table(runs, generator),
         "sums": empty_sums(runs.shape[0]),
         "beta": 0.9,
         "weight": 0.1,
@@ -272,7 +272,7 @@ def sign_apply_case(
         "runs": runs,
         **parameter(count, low_dtype, generator, loaded=loaded, elements_off=x_off),
         "p": guarded(in_flat(p, first_word)),
-        "heard": flat_words(count, first_word, generator),
+        "answer_words": flat_words(count, first_word, generator),
         "scales": scale_table(runs, generator),
         "rate": rate,
         "decay": decay,
@@ -317,7 +317,7 @@ def momentum_encode_case(
 
 def step_apply_case(count: int, *, seed: int, pieces: int = 1, **options: Any) -> dict[str, Any]:
     case = sign_apply_case(count, seed=seed, **options)
-    for of_signs in ("heard", "scales", "m", "momentum"):
+    for of_signs in ("answer_words", "scales", "m", "momentum"):
         del case[of_signs]
     case["runs"], size = cut(count, pieces, first_word=first_word_of(seed), planes=FLOAT_PLANES)
     return case | {"values": float_packet(case["runs"], size, random(seed))}
@@ -368,8 +368,8 @@ def onebit_lamb_case(
         **case,
         **parameter(count, low_dtype, generator, loaded=loaded, elements_off=x_off, infinite=False),
         "w": guarded(in_flat(positive(count, generator), first_word)),
-        "before": flat_words(count, first_word, generator),
-        "scales_before": scale_table(case["runs"], generator),
+        "previous_words": flat_words(count, first_word, generator),
+        "previous_scales": scale_table(case["runs"], generator),
         "shrink": 0.7,
         "beta1": 0.9,
         "beta2": 0.999,

@@ -18,8 +18,8 @@ from tests.unit.kernel_cases import (
     SEEDS,
     TAILS,
     WORD,
+    activation_map,
     activity_refresh_case,
-    alive_map,
     cut,
     each_grad,
     each_low,
@@ -42,7 +42,7 @@ KEYS = st.integers(0, 2**64 - 1)
 
 
 def test_the_machine_has_native_kernels_to_test() -> None:
-    """Without them every comparison of this file would be skipped, and nobody would notice."""
+    """Without them every comparison of this file would be skipped."""
     assert native.available()
     assert native.isa() in ISAS
 
@@ -134,16 +134,16 @@ def test_encode_whatever_it_is_given(**case: Any) -> None:
     same_everywhere("birder_encode", **encode_case(**case))
 
 
-# Roll call and adoption ----------------------------------------------------------------------------------------------
+# Activity -----------------------------------------------------------------------------------------------------------
 
 
-def adopt_case(
+def activity_update_case(
     shard_words: int, shards: int, first_word: int, period: int, phase: int, seed: int, planes: int
 ) -> dict[str, Any]:
     generator = random(seed)
     size = 32 + 8 * (planes * shard_words + -(-shard_words // period))
     return {
-        "active": guarded(alive_map("some", first_word + shards * shard_words, generator)),
+        "active": guarded(activation_map("some", first_word + shards * shard_words, generator)),
         "first_word": first_word,
         "shard_words": shard_words,
         "answers": guarded(random_bytes(shards, size, generator=generator)),
@@ -166,7 +166,7 @@ GEOMETRY = {
 
 @each_state
 def test_activity_refresh_over_shard_boundaries(state_dtype: torch.dtype) -> None:
-    """Shards that are shorter and longer than the period, and every phase: some shards have nobody to call."""
+    """Shards that are shorter and longer than the period, and every phase: some shards have no word to refresh."""
     for shard_words in (1, 3, 4, 5, 13):
         for phase in range(4):
             same_everywhere(
@@ -184,9 +184,9 @@ def test_activity_refresh_whatever_it_is_given(**case: Any) -> None:
 
 @PATIENT
 @given(**GEOMETRY, planes=st.integers(1, 6))
-def test_adopt_whatever_it_is_given(**case: Any) -> None:
+def test_activity_update_of_any_size(**case: Any) -> None:
     case["phase"] %= case["period"]
-    same_everywhere("adopt", **adopt_case(**case))
+    same_everywhere("activity_update", **activity_update_case(**case))
 
 
 # Votes ---------------------------------------------------------------------------------------------------------------
@@ -195,11 +195,11 @@ def test_adopt_whatever_it_is_given(**case: Any) -> None:
 def vote_case(workers: int, words: int, active: str | None, seed: int, *, signal: bool = True) -> dict[str, Any]:
     generator = random(seed)
     first_word = seed % 7
-    living = None if active is None else guarded(alive_map(active, first_word + words, generator))
+    is_active = None if active is None else guarded(activation_map(active, first_word + words, generator))
     return {
         "rows": guarded(random_bytes(workers, 32 + 8 * words, generator=generator)),
         "byte": 32,
-        "active": living,
+        "active": is_active,
         "first_word": first_word,
         "words": words,
         "answer": guarded(random_bytes(16 + 8 * words, generator=generator)),
@@ -238,7 +238,7 @@ def test_vote_majority(workers: int, active: str) -> None:
 
 
 @pytest.mark.parametrize("workers", [2, 4, 8])
-def test_everybody_has_the_casting_vote_in_turn(workers: int) -> None:
+def test_every_row_can_decide_ties(workers: int) -> None:
     case = majority_case(workers, 3, "all", seed=1)
     answers = set()
     for casting in range(workers):
@@ -298,7 +298,7 @@ def apply_case(
     lr: float = 1e-3,
     decay: float = 0.99,
 ) -> dict[str, Any]:
-    """`loaded`: somebody has put other numbers into half of the low-precision parameter."""
+    """`loaded`: other numbers were loaded into half of the low-precision parameter."""
     generator = random(seed)
     first_word = seed % 5
     planes = max(workers.bit_length(), 1)
@@ -315,7 +315,7 @@ def apply_case(
         "runs": runs,
         "x": guarded(x, elements_off=x_off),
         "low": low,
-        "active": guarded(alive_map(active, first_word + -(-count // WORD), generator)),
+        "active": guarded(activation_map(active, first_word + -(-count // WORD), generator)),
         "answers": guarded(random_bytes(size, generator=generator)),
         "planes": planes,
         "workers": workers,

@@ -45,7 +45,7 @@ from thinwire.kernels.modes import Source
 
 
 def taken_over(case: dict[str, Any]) -> Tensor:
-    """The parameter in fp32, after weights that somebody loaded have replaced their masters."""
+    """The parameter in fp32, after loaded weights have replaced their masters."""
     x, low = case["x"], case["low"]
     if low is None:
         return x.clone()
@@ -103,13 +103,13 @@ def gradient_of(case: dict[str, Any], places: Places) -> Array:
     if case["source"] == Source.FLOATS:
         return places.floats(case["packets"])
     g = double(case["g"])[places.element]
-    if case["source"] == Source.HELD:
+    if case["source"] == Source.STATE:
         return g
     bits: list[Array] = []
     for _, _, count, byte, _, _ in places.runs:
         bits.append(np.unpackbits(case["packets"].numpy()[byte:], bitorder="little")[:count])
-    living = places.signs(case["active"]) > 0
-    return g + (2.0 * np.concatenate(bits) - 1.0) * double(case["scales"])[places.shard] * living
+    is_active = places.signs(case["active"]) > 0
+    return g + (2.0 * np.concatenate(bits) - 1.0) * double(case["scales"])[places.shard] * is_active
 
 
 @each_backend
@@ -121,13 +121,13 @@ def test_amsgrad_apply_is_the_formula(backend: str, low_dtype: torch.dtype | Non
     at = places.element
     m, v, peak = (double(case[name])[at] for name in ("m", "v", "peak"))
     x, g = double(taken_over(case))[places.in_param], gradient_of(case, places)
-    held = case["g"].clone() if source == Source.HELD else torch.empty(0)
+    held = case["g"].clone() if source == Source.STATE else torch.empty(0)
     with kernels_of(backend) as kernels:
         kernels.amsgrad_apply(**case)
     if source == Source.SIGNS:
         assert_sum(double(case["g"])[at], g)
         g = double(case["g"])[at]
-    elif source == Source.HELD:
+    elif source == Source.STATE:
         assert torch.equal(case["g"][at], held[at])
     m_new, v_new, peak_new = (double(case[name])[at] for name in ("m", "v", "peak"))
     assert_sum(m_new, 0.9 * m, (1 - 0.9) * g)
@@ -151,7 +151,7 @@ def test_signs_without_a_step_are_taken_in_all_the_same(backend: str) -> None:
         kernels.amsgrad_apply(**at_once)
         kernels.amsgrad_apply(**(first | step))
         assert torch.equal(allocation(first["g"]), allocation(at_once["g"]))
-        kernels.amsgrad_apply(**(first | {"source": Source.HELD, "packets": None, "scales": None, "active": None}))
+        kernels.amsgrad_apply(**(first | {"source": Source.STATE, "packets": None, "scales": None, "active": None}))
     for name in ("x", "m", "v", "peak", "g"):
         assert torch.equal(allocation(first[name]), allocation(at_once[name])), name
 
@@ -240,7 +240,7 @@ def test_amsgrad_apply_writes_its_own_places_and_no_others(
 @pytest.mark.parametrize("operation", ["held", "signs", "signs without a step", "momentum_sum"])
 def test_padding_counts_for_nothing(backend: str, operation: str) -> None:
     make: dict[str, Any] = {
-        "held": lambda: amsgrad_case(333, seed=3, source=Source.HELD, low_dtype=torch.bfloat16),
+        "held": lambda: amsgrad_case(333, seed=3, source=Source.STATE, low_dtype=torch.bfloat16),
         "signs": lambda: amsgrad_case(333, seed=3, source=Source.SIGNS),
         "signs without a step": lambda: amsgrad_case(333, seed=3, source=Source.SIGNS, steps=False),
         "momentum_sum": lambda: momentum_sum_case(333, seed=3, grad_dtype=torch.float32, shift=WORD),

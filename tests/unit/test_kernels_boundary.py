@@ -14,14 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.kernel_cases import allocation, guarded, twin
-from tests.unit.test_kernels_table import OF_TRITON, SMALL_CASES
+from tests.unit.kernel_cases import allocation, copy_of, guarded
+from tests.unit.test_kernels_table import OF_TORCH, OF_TRITON, SMALL_CASES
 from thinwire.kernels import ops
 from thinwire.kernels.modes import Gate
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-OF_TORCH = {"shard_scale", "forget", "packet_seal", "packet_check"}
-"""Operations of the native backend that torch does, without pointers."""
 TABLES = {"runs", "ranges", "which"}
 GIVES_LENGTH = {
     "top_k": {"values", "indices"},
@@ -35,11 +33,11 @@ GIVES_LENGTH = {
     "crc32c": {"data"},
     "mean": {"rows"},
     "shard_scale": {"sums"},
-    "forget": {"words"},
+    "clear_words": {"words"},
     "packet_seal": {"packets"},
     "packet_check": {"packets"},
 }
-"""Arguments whose length says how much there is to do: shorter ones are less to do."""
+"""Arguments whose length is the amount of work: shorter ones are accepted."""
 
 
 def accepted(operation: str, name: str, case: dict[str, Any]) -> tuple[torch.dtype, ...]:
@@ -79,7 +77,7 @@ def call(backend: str, operation: str, case: dict[str, Any]) -> Any:
 
 def assert_refused(backend: str, operation: str, name: str, wrong: Tensor, error: type[Exception]) -> None:
     """The exception names kernel and argument, and nothing was written."""
-    case = {key: twin(argument) for key, argument in SMALL_CASES[operation].items()}
+    case = {key: copy_of(argument) for key, argument in SMALL_CASES[operation].items()}
     before = {key: allocation(argument).clone() for key, argument in case.items() if isinstance(argument, Tensor)}
     with pytest.raises(error, match=rf"^{operation}: (the end of )?{name}\b.*expected"):
         call(backend, operation, case | {name: wrong})
@@ -87,9 +85,9 @@ def assert_refused(backend: str, operation: str, name: str, wrong: Tensor, error
         assert torch.equal(allocation(case[key]), memory), key
 
 
-each_argument = pytest.mark.parametrize(
-    ("backend", "operation", "name"),
-    [*(("native", *pair) for pair in NATIVE), *(("triton", *pair) for pair in ON_GPU)],
+each_operation = pytest.mark.parametrize(
+    ("backend", "operation"),
+    list(dict.fromkeys([*(("native", pair[0]) for pair in NATIVE), *(("triton", pair[0]) for pair in ON_GPU)])),
 )
 
 
@@ -98,42 +96,43 @@ def need_triton(backend: str) -> None:
         pytest.importorskip("triton")
 
 
-@each_argument
-def test_another_dtype_is_refused(backend: str, operation: str, name: str) -> None:
+@each_operation
+def test_another_dtype_is_refused(backend: str, operation: str) -> None:
     need_triton(backend)
-    case = SMALL_CASES[operation]
-    right = accepted(operation, name, case)
-    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64, torch.uint8):
-        if dtype not in right:
+    case, all_dtypes = SMALL_CASES[operation], {*FLOATS, torch.float64, torch.int32, torch.int64, torch.uint8}
+    for name in tensors_of(operation):
+        for dtype in all_dtypes - {*accepted(operation, name, case)}:
             assert_refused(backend, operation, name, case[name].to(dtype), TypeError)
 
 
-@each_argument
-def test_a_tensor_that_torch_negates_is_refused(backend: str, operation: str, name: str) -> None:
+@each_operation
+def test_a_tensor_that_torch_negates_is_refused(backend: str, operation: str) -> None:
     need_triton(backend)
-    tensor = SMALL_CASES[operation][name]
-    if tensor.dtype is not torch.bool:
-        negated = torch._neg_view(tensor.clone())
-        assert negated.is_neg()
-        assert_refused(backend, operation, name, negated, ValueError)
+    for name in tensors_of(operation):
+        tensor = SMALL_CASES[operation][name]
+        if tensor.dtype is not torch.bool:
+            negated = torch._neg_view(tensor.clone())
+            assert negated.is_neg()
+            assert_refused(backend, operation, name, negated, ValueError)
 
 
-@each_argument
-def test_a_tensor_of_another_device_is_refused(backend: str, operation: str, name: str) -> None:
+@each_operation
+def test_a_tensor_of_another_device_is_refused(backend: str, operation: str) -> None:
     need_triton(backend)
-    tensor = SMALL_CASES[operation][name]
-    assert_refused(backend, operation, name, torch.empty_like(tensor, device="meta"), ValueError)
+    for name in tensors_of(operation):
+        elsewhere = torch.empty_like(SMALL_CASES[operation][name], device="meta")
+        assert_refused(backend, operation, name, elsewhere, ValueError)
 
 
-@each_argument
-def test_memory_with_gaps_is_refused(backend: str, operation: str, name: str) -> None:
+@each_operation
+def test_memory_with_gaps_is_refused(backend: str, operation: str) -> None:
     need_triton(backend)
-    tensor = SMALL_CASES[operation][name]
-    if tensor.numel() == 1:
-        return  # has no gaps
-    spread = tensor.repeat_interleave(2, dim=-1)[..., ::2]
-    assert torch.equal(spread.contiguous().view(torch.uint8), tensor.contiguous().view(torch.uint8))
-    assert_refused(backend, operation, name, spread, ValueError)
+    for name in tensors_of(operation):
+        tensor = SMALL_CASES[operation][name]
+        if tensor.numel() > 1:  # one element has no gaps
+            spread = tensor.repeat_interleave(2, dim=-1)[..., ::2]
+            assert torch.equal(spread.contiguous().view(torch.uint8), tensor.contiguous().view(torch.uint8))
+            assert_refused(backend, operation, name, spread, ValueError)
 
 
 def shortened(tensor: Tensor, length: int) -> Tensor:
@@ -149,7 +148,7 @@ def shortest(operation: str, name: str) -> int:
     low, high = 0, tensor.shape[-1] if tensor.dim() == 2 and tensor.dtype is torch.uint8 else tensor.numel()
     while low < high:
         middle = (low + high) // 2
-        case = {key: twin(argument) for key, argument in SMALL_CASES[operation].items()}
+        case = {key: copy_of(argument) for key, argument in SMALL_CASES[operation].items()}
         try:
             call("native", operation, case | {name: shortened(tensor, middle)})
         except ValueError as error:
@@ -172,7 +171,7 @@ def test_a_tensor_that_is_one_element_too_short_is_refused(operation: str, name:
         pytest.importorskip("triton")
         assert_refused("triton", operation, name, shortened(tensor, length - 1), ValueError)
     # The shortest that is accepted is long enough: the same results, and nothing around it is touched.
-    whole, exact = ({key: twin(argument) for key, argument in SMALL_CASES[operation].items()} for _ in range(2))
+    whole, exact = ({key: copy_of(argument) for key, argument in SMALL_CASES[operation].items()} for _ in range(2))
     exact[name] = shortened(tensor, length)
     around = allocation(exact[name]).clone()
     assert call("native", operation, exact) == call("native", operation, whole)
@@ -189,7 +188,7 @@ def test_a_tensor_that_is_one_element_too_short_is_refused(operation: str, name:
 @pytest.mark.parametrize("operation", [name for name in ops.OPERATIONS if "runs" in SMALL_CASES[name]])
 def test_runs_that_are_changed_in_place_are_looked_at_again(operation: str) -> None:
     """The bounds of a table are computed once, but not for what it was."""
-    case = {key: twin(argument) for key, argument in SMALL_CASES[operation].items()}
+    case = {key: copy_of(argument) for key, argument in SMALL_CASES[operation].items()}
     call("native", operation, case)
     case["runs"][0, 2] += 64
     with pytest.raises(ValueError, match=rf"^{operation}: \w+ is .* expected"):
@@ -198,27 +197,27 @@ def test_runs_that_are_changed_in_place_are_looked_at_again(operation: str) -> N
 
 @pytest.mark.parametrize("field", range(6))
 def test_runs_with_a_negative_field_are_refused(field: int) -> None:
-    case = {key: twin(argument) for key, argument in SMALL_CASES["birder_encode"].items()}
+    case = {key: copy_of(argument) for key, argument in SMALL_CASES["birder_encode"].items()}
     case["runs"][0, field] = -64
     with pytest.raises(ValueError, match=r"^birder_encode: runs has a row with \w+=-64: expected"):
         call("native", "birder_encode", case)
 
 
 def test_runs_are_rows_of_six() -> None:
-    case = {key: twin(argument) for key, argument in SMALL_CASES["birder_encode"].items()}
+    case = {key: copy_of(argument) for key, argument in SMALL_CASES["birder_encode"].items()}
     with pytest.raises(ValueError, match=r"^birder_encode: runs has the shape \(6,\): expected rows of 6"):
         call("native", "birder_encode", case | {"runs": case["runs"][0]})
 
 
 def test_a_shift_beyond_the_first_element_is_refused() -> None:
-    case = {key: twin(argument) for key, argument in SMALL_CASES["sign_encode"].items()}
+    case = {key: copy_of(argument) for key, argument in SMALL_CASES["sign_encode"].items()}
     first = int(case["runs"][0, 0])
     with pytest.raises(ValueError, match=rf"^sign_encode: shift={first + 64}: expected at most {first}"):
         call("native", "sign_encode", case | {"shift": first + 64})
 
 
 def test_a_table_made_in_inference_mode_serves() -> None:
-    case = {key: twin(argument) for key, argument in SMALL_CASES["dense_encode"].items()}
+    case = {key: copy_of(argument) for key, argument in SMALL_CASES["dense_encode"].items()}
     with torch.inference_mode():
         case["runs"] = case["runs"].clone()
     assert call("native", "dense_encode", case) == call("native", "dense_encode", case)
@@ -226,7 +225,7 @@ def test_a_table_made_in_inference_mode_serves() -> None:
 
 def test_memory_that_was_freed_is_refused() -> None:
     """As FSDP does with parameters that it has sharded."""
-    case = {key: twin(argument) for key, argument in SMALL_CASES["dense_apply"].items()}
+    case = {key: copy_of(argument) for key, argument in SMALL_CASES["dense_apply"].items()}
     case["x"].untyped_storage().resize_(0)
     with pytest.raises(ValueError, match=r"^dense_apply: x is .*, its memory freed: expected"):
         call("native", "dense_apply", case)
@@ -234,9 +233,9 @@ def test_memory_that_was_freed_is_refused() -> None:
 
 def test_parameters_are_walked_in_the_order_of_their_memory() -> None:
     """Transposed ones have no gaps, and are fine; a master in another order is not."""
-    case: dict[str, Any] = {key: twin(argument) for key, argument in SMALL_CASES["step_apply"].items()}
+    case: dict[str, Any] = {key: copy_of(argument) for key, argument in SMALL_CASES["step_apply"].items()}
     case["anchor"] = None
-    expected = {key: twin(argument) for key, argument in case.items()}
+    expected = {key: copy_of(argument) for key, argument in case.items()}
     call("native", "step_apply", expected)
     x, low = case["x"].view(4, 25).t(), case["low"].view(4, 25).t()
     call("native", "step_apply", case | {"x": x, "low": low})
@@ -250,10 +249,10 @@ NUMBERS: list[tuple[str, str, int]] = [
     ("activity_refresh", "phase", 7),
     ("activity_refresh", "offset", -8),
     ("activity_refresh", "first_word", -1),
-    ("adopt", "period", 0),
-    ("adopt", "phase", -1),
-    ("adopt", "byte", -8),
-    ("adopt", "planes", 33),
+    ("activity_update", "period", 0),
+    ("activity_update", "phase", -1),
+    ("activity_update", "byte", -8),
+    ("activity_update", "planes", 33),
     ("vote_bit", "byte", -8),
     ("vote_bit", "answer_byte", -8),
     ("vote_majority", "casting", 4),
@@ -269,13 +268,13 @@ NUMBERS: list[tuple[str, str, int]] = [
 
 @pytest.mark.parametrize(("operation", "name", "value"), NUMBERS)
 def test_numbers_that_lead_beyond_memory_are_refused(operation: str, name: str, value: int) -> None:
-    case = {key: twin(argument) for key, argument in SMALL_CASES[operation].items()}
+    case = {key: copy_of(argument) for key, argument in SMALL_CASES[operation].items()}
     with pytest.raises(ValueError, match=rf"^{operation}: {name}={value}: expected an integer from"):
         call("native", operation, case | {name: value})
 
 
 def test_more_rows_than_a_sketch_has_room_for_are_refused() -> None:
-    case = {key: twin(argument) for key, argument in SMALL_CASES["sketch_estimate"].items()}
+    case = {key: copy_of(argument) for key, argument in SMALL_CASES["sketch_estimate"].items()}
     table, coefficients = torch.zeros(16, 50), torch.zeros(16, 4, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"^sketch_estimate: table has the shape \(16, 50\): expected 1 to 15 rows"):
         call("native", "sketch_estimate", case | {"table": table, "coefficients": coefficients})
@@ -283,7 +282,7 @@ def test_more_rows_than_a_sketch_has_room_for_are_refused() -> None:
 
 @pytest.mark.parametrize("operation", ["top_k", "sketch_top_k"])
 def test_more_than_there_are_cannot_be_selected(operation: str) -> None:
-    case = {key: twin(argument) for key, argument in SMALL_CASES[operation].items()}
+    case = {key: copy_of(argument) for key, argument in SMALL_CASES[operation].items()}
     indices, scratch = torch.zeros(104, dtype=torch.int32), torch.zeros(208, dtype=torch.int64)
     with pytest.raises(ValueError, match=rf"^{operation}: indices has 104 elements: expected at most 10[03]"):
         call("native", operation, case | {"indices": indices, "scratch": scratch})
@@ -291,7 +290,7 @@ def test_more_than_there_are_cannot_be_selected(operation: str) -> None:
 
 @pytest.mark.parametrize("index", [-1, 2**31 - 1, 0])
 def test_a_chosen_coordinate_outside_of_the_parameter_is_refused(index: int) -> None:
-    case = {key: twin(argument) for key, argument in SMALL_CASES["sparse_amsgrad"].items()}
+    case = {key: copy_of(argument) for key, argument in SMALL_CASES["sparse_amsgrad"].items()}
     case["indices"][-1] = index
     assert not 0 <= index - case["first"] < case["x"].numel()
     before = allocation(case["x"]).clone()

@@ -98,7 +98,7 @@ def test_a_short_tail_is_all_that_is_written(backend: str, operation: str, count
 
 @each_backend
 @pytest.mark.parametrize("output", [0, 2], ids=["nothing", "floats"])
-def test_a_momentum_writes_what_it_is_told_to(backend: str, output: int) -> None:
+def test_momentum_encode_writes_the_output_that_is_asked_for(backend: str, output: int) -> None:
     options: dict[str, Any] = {"grad_dtype": torch.bfloat16, "state_dtype": torch.float32}
     assert_bounds(backend, "momentum_encode", momentum_encode_case(700, seed=3, pieces=5, output=output, **options))
 
@@ -145,38 +145,49 @@ def test_elements_beyond_two_to_the_32_are_reached(backend: str) -> None:
     size = first + 320
     runs = torch.tensor([[first, 0, 128, 0, 0, 0], [first + 128, 128, count - 128, 512, 0, 1]])
     m, v = vast(size, torch.float32), vast(size, torch.float32)
-    heard, before = vast(size // WORD, torch.int64), vast(size // WORD, torch.int64)
-    heard[first // WORD :] = torch.tensor([-1, 0, -1, 0, -1])
+    answer_words, before = vast(size // WORD, torch.int64), vast(size // WORD, torch.int64)
+    answer_words[first // WORD :] = torch.tensor([-1, 0, -1, 0, -1])
     c, scales = torch.zeros(320), torch.tensor([1.0, 2.0])
     x, packets = torch.zeros(count), torch.randn(320, generator=random(0)).view(torch.uint8)
     sums = torch.zeros(2, 3, dtype=torch.float64)
     bit = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0]).repeat_interleave(WORD)[:count]
-    said = bit * scales.repeat_interleave(torch.tensor([128, count - 128]))
+    sent_words = bit * scales.repeat_interleave(torch.tensor([128, count - 128]))
     moments: dict[str, Any] = {"beta1": 0.0, "beta2": 0.0, "eps": 0.0}
     rule: dict[str, Any] = {"beta": 1.0, "weight": 1.0, "scale": 1.0, "shift": first, "sums": sums[:, 0].contiguous()}
     with kernels_of(backend) as kernels:
         kernels.adam_apply(
-            runs, x, None, m, v, heard, scales, **moments, rate=1.0, correction=1.0, decay=1.0, update_variance=True
+            runs,
+            x,
+            None,
+            m,
+            v,
+            answer_words,
+            scales,
+            **moments,
+            rate=1.0,
+            correction=1.0,
+            decay=1.0,
+            update_variance=True,
         )
-        assert torch.equal(m[first : first + count], said)
-        assert torch.equal(v[first : first + count], said**2)
+        assert torch.equal(m[first : first + count], sent_words)
+        assert torch.equal(v[first : first + count], sent_words**2)
         assert torch.equal(x, -bit)
         step: dict[str, Any] = {"rate": 1.0, "decay": 1.0, "anchor": None}
-        kernels.sign_apply(runs, x, None, v, heard, scales, **step, m=m, momentum=0.5)
-        assert torch.equal(m[first : first + count], said / 2)
-        assert torch.equal(x, -bit - said * said**2)
+        kernels.sign_apply(runs, x, None, v, answer_words, scales, **step, m=m, momentum=0.5)
+        assert torch.equal(m[first : first + count], sent_words / 2)
+        assert torch.equal(x, -bit - sent_words * sent_words**2)
         silent = torch.zeros(2)
-        kernels.sign_encode(runs, None, c, heard, packets, sent_scales=silent, heard_scales=scales, **rule)
-        assert torch.equal(c[:count], said)
+        kernels.sign_encode(runs, None, c, answer_words, packets, sent_scales=silent, answer_scales=scales, **rule)
+        assert torch.equal(c[:count], sent_words)
         kernels.momentum_encode(runs, x, m, c, packets, sent_scales=scales, rate=1.0, output=2, **rule)
-        assert torch.equal(m[first : first + count], said / 2 + x)
+        assert torch.equal(m[first : first + count], sent_words / 2 + x)
         assert torch.equal(c[:count], m[first : first + count])
         x.zero_()
         kernels.step_apply(runs, x, None, v, packets, **step)
-        assert torch.equal(x, -m[first : first + count] * said**2)
+        assert torch.equal(x, -m[first : first + count] * sent_words**2)
         m[first : first + count] = 1.0
         measure: dict[str, Any] = {"shrink": 1.0, "unbias": 1.0, "weight_decay": 0.0, "sums": sums}
-        kernels.onebit_lamb_measure(runs, x, None, m, v, heard, scales, before, silent, **moments, **measure)
-        assert torch.equal(v[first : first + count], said**2)
+        kernels.onebit_lamb_measure(runs, x, None, m, v, answer_words, scales, before, silent, **moments, **measure)
+        assert torch.equal(v[first : first + count], sent_words**2)
         np.testing.assert_allclose(sums[:, 0].numpy(), [128, 4 * (count - 128)])
     assert not bool(m[: 1 << 20].any())

@@ -1,4 +1,4 @@
-"""Which kernels run: the fastest there are, what the environment says, and a word when they are missing."""
+"""Which kernels run: the fastest ones, or those of the environment variables; and the warning if they are missing."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def no_wishes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def without_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """What an installation without a C++ compiler has found when it was imported."""
-    monkeypatch.setattr(library, "_library", None)
-    monkeypatch.setattr(ops, "_said", set())
+    monkeypatch.setattr(native, "_library", None)
+    monkeypatch.setattr(ops, "_warned", set())
 
 
 @needs_native
-def test_native_kernels_run_unless_the_environment_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_native_kernels_run_unless_the_environment_chooses_others(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ops.backend(CPU).name == "native"
     for name in ("reference", "native"):
         monkeypatch.setenv("THINWIRE_KERNELS", name)
@@ -52,10 +52,10 @@ def test_another_build_that_is_not_there_is_no_reason_for_the_reference(
 ) -> None:
     monkeypatch.setattr(library, "PATH", tmp_path / "_native.so")
     monkeypatch.setattr(library, "_OTHER_BUILD", None)
-    assert library._load() is None
+    assert library.load() is None
     monkeypatch.setattr(library, "_OTHER_BUILD", str(tmp_path / "_native.so"))
     with pytest.raises(OSError, match=r"_native\.so: cannot open"):
-        library._load()
+        library.load()
 
 
 def test_a_misspelt_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +79,7 @@ def test_other_devices_are_refused_by_name() -> None:
 
 
 @pytest.mark.usefixtures("without_library")
-def test_without_native_kernels_the_reference_runs_and_says_so_once() -> None:
+def test_without_native_kernels_the_reference_runs_and_warns_once() -> None:
     with pytest.warns(RuntimeWarning, match=r"without its native kernels .* Install a C\+\+ compiler"):
         assert ops.backend(CPU).name == "reference"
     with warnings.catch_warnings():
@@ -88,7 +88,7 @@ def test_without_native_kernels_the_reference_runs_and_says_so_once() -> None:
 
 
 @pytest.mark.usefixtures("without_library")
-def test_who_asks_for_the_reference_is_not_told_to_install_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choosing_the_reference_warns_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("THINWIRE_KERNELS", "reference")
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -129,7 +129,7 @@ def test_a_bit_that_flips_is_noticed(backend: str, count: int) -> None:
 
 @each_backend
 def test_bytes_that_change_places_are_noticed(backend: str) -> None:
-    """Also the same places of two streams: a sum of the streams would not tell."""
+    """Also the same places of two streams: a sum of the streams would miss it."""
     data = random_bytes(3 * 64, generator=random(1))
     with kernels_of(backend) as kernels:
         assert kernels.crc32c(data) != kernels.crc32c(data.view(3, 64)[[1, 0, 2]].view(-1))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.kernel_cases import allocation, each_backend, kernels_of, twin
+from tests.unit.kernel_cases import allocation, copy_of, each_backend, kernels_of
 from tests.unit.test_kernels_table import OF_TRITON, SMALL_CASES
 from thinwire.kernels import ops
 from thinwire.kernels.modes import Gate
@@ -24,16 +24,16 @@ KEPT = {
     "to",
     "also",
     "sent_scales",
-    "heard_scales",
+    "answer_scales",
     "scales",
-    "scales_before",
+    "previous_scales",
 }
 """Tensors that are not the longer for more elements. A shard without elements has a scale."""
 
 
 def emptied(operation: str) -> dict[str, Any]:
     """All tensors of a case without elements, whose memory begins nowhere; `sums` are as many as runs."""
-    case = {name: twin(argument) for name, argument in SMALL_CASES[operation].items()}
+    case = {name: copy_of(argument) for name, argument in SMALL_CASES[operation].items()}
     for name, argument in case.items():
         if isinstance(argument, Tensor) and name not in {*KEPT, "runs", "sums", "ranges"}:
             case[name] = torch.empty(0, dtype=argument.dtype)
@@ -112,7 +112,7 @@ EMPTY: dict[str, dict[str, Any]] = {
     "precondition": {"v": torch.empty(0)},
     "crc32c": {"data": torch.empty(0, dtype=torch.uint8)},
     "activity_refresh": {"state": torch.empty(0), "packets": torch.empty(0, 48, dtype=torch.uint8), "shards": 0},
-    "adopt": {
+    "activity_update": {
         "active": torch.empty(0, dtype=torch.int64),
         "answers": torch.empty(0, 300, dtype=torch.uint8),
         "first_word": 0,
@@ -134,14 +134,14 @@ EMPTY: dict[str, dict[str, Any]] = {
         "momenta": torch.empty(0),
         "gradients": torch.empty(0),
     },
-    "forget": {"words": torch.empty(0, dtype=torch.bool)},
+    "clear_words": {"words": torch.empty(0, dtype=torch.bool)},
 }
 
 
 @pytest.mark.parametrize("operation", EMPTY)
 @each_backend
 def test_tensors_without_elements(backend: str, operation: str) -> None:
-    case = {name: twin(argument) for name, argument in SMALL_CASES[operation].items()} | EMPTY[operation]
+    case = {name: copy_of(argument) for name, argument in SMALL_CASES[operation].items()} | EMPTY[operation]
     before = {name: allocation(argument).clone() for name, argument in case.items() if isinstance(argument, Tensor)}
     result = call(backend, operation, case)
     assert result is None or float(result) == (1.0 if operation == "sparse_add" else 0.0)
@@ -151,7 +151,7 @@ def test_tensors_without_elements(backend: str, operation: str) -> None:
 
 @pytest.mark.parametrize("operation", [name for name in EMPTY if name in OF_TRITON])
 def test_tensors_without_elements_on_triton(operation: str) -> None:
-    case = {name: twin(argument) for name, argument in SMALL_CASES[operation].items()} | EMPTY[operation]
+    case = {name: copy_of(argument) for name, argument in SMALL_CASES[operation].items()} | EMPTY[operation]
     before = {name: allocation(argument).clone() for name, argument in case.items() if isinstance(argument, Tensor)}
     result = call("triton", operation, case)
     assert result is None or float(result) == 0.0
@@ -175,7 +175,7 @@ def test_nothing_is_selected_from_nothing(backend: str, operation: str, nothing:
 
 @each_backend
 def test_an_empty_range_among_others_changes_nothing(backend: str) -> None:
-    case = {name: twin(argument) for name, argument in SMALL_CASES["sketch_top_k"].items()}
+    case = {name: copy_of(argument) for name, argument in SMALL_CASES["sketch_top_k"].items()}
     call(backend, "sketch_top_k", case)
     expected = case["indices"].clone()
     ranges = case["ranges"]

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.kernel_cases import ISAS, allocation, guarded, random, same_everywhere, twin
+from tests.unit.kernel_cases import ISAS, allocation, copy_of, guarded, random, same_everywhere
 from tests.unit.markov_cases import markov_difference_case, markov_encode_case, momentum_sum_case
 from tests.unit.sign_cases import dense_encode_case
 from thinwire.kernels import ops
-from thinwire.kernels.modes import LARGEST, Say
+from thinwire.kernels.modes import LARGEST, MarkovMode
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # NumPy's, as it interprets
 
@@ -25,7 +25,7 @@ INF, NAN = float("inf"), float("nan")
 def same_on_triton(operation: str, case: dict[str, Any]) -> None:
     """As `same_everywhere` has it, interpreted on the CPU."""
     pytest.importorskip("triton")
-    ours, theirs = ({name: twin(argument) for name, argument in case.items()} for _ in range(2))
+    ours, theirs = ({name: copy_of(argument) for name, argument in case.items()} for _ in range(2))
     expected = getattr(ops.BACKENDS["reference"], operation)(**theirs)
     bad = torch.zeros(1, dtype=torch.int32)
     more = {"bad": bad} if operation in ops.FINDING else {}
@@ -86,7 +86,7 @@ CASES: dict[str, Any] = {
     "momentum_sum": lambda **of: momentum_sum_case(200, seed=3, **of),
     "markov_encode": lambda **of: markov_encode_case(200, seed=3, **of),
     "markov_encode of a momentum": lambda **of: markov_encode_case(200, seed=3, momentum=True, **of),
-    "markov_encode of a greeting": lambda **of: markov_encode_case(200, seed=3, mode=Say.ACTIVATION, **of),
+    "markov_encode of a greeting": lambda **of: markov_encode_case(200, seed=3, mode=MarkovMode.ACTIVATION, **of),
     "markov_difference": lambda **of: markov_difference_case(200, seed=3, **of),
     "markov_difference of a momentum": lambda **of: markov_difference_case(200, seed=3, momentum=True, **of),
 }
@@ -109,7 +109,7 @@ def run(name: str, spike: float, scale: float = 1.0, **limit: float) -> tuple[bo
 
 
 @each_case
-def test_without_a_limit_only_what_is_not_finite_is_told(name: str) -> None:
+def test_without_a_limit_only_non_finite_gradients_are_reported(name: str) -> None:
     assert run(name, 1e15)[0] is False
     assert run(name, 1e15, largest=LARGEST)[0] is False
     assert run(name, INF)[0] is True
@@ -118,7 +118,7 @@ def test_without_a_limit_only_what_is_not_finite_is_told(name: str) -> None:
 
 @each_case
 @pytest.mark.parametrize("spike", [1e10, -1e10, 1e15, SPIKE, INF, -INF, NAN])
-def test_a_gradient_above_the_limit_is_told(name: str, spike: float) -> None:
+def test_a_gradient_above_the_limit_is_reported(name: str, spike: float) -> None:
     assert run(name, spike, largest=9.9e9)[0] is True
 
 

@@ -48,7 +48,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def assert_split(whole: Array, sent: Array, kept: Array, dtype: torch.dtype) -> None:
-    """As far as the memory can tell; where they are of one size (Sterbenz) fp32 can tell exactly."""
+    """Up to the rounding of the state; exact where both have one magnitude (Sterbenz)."""
     left = whole - sent
     assert (np.abs(kept - left) <= HALF_AN_ULP[dtype] * np.abs(left) + 2.0**-133).all()
     alike = (np.abs(whole) <= 2 * np.abs(sent)) & (np.abs(whole) >= np.abs(sent) / 2)
@@ -62,7 +62,7 @@ def assert_split(whole: Array, sent: Array, kept: Array, dtype: torch.dtype) -> 
 def test_a_workers_sent_and_kept_make_its_input(
     backend: str, count: int, seed: int, pieces: int, state_dtype: torch.dtype
 ) -> None:
-    """What is kept shows in a step without a gradient, in which nothing was heard."""
+    """What is kept shows in a step without a gradient, without an answer."""
     case = sign_encode_case(count, seed=seed, pieces=pieces, grad_dtype=torch.float32, state_dtype=state_dtype)
     places = Places(case["runs"])
     with kernels_of(backend) as kernels:
@@ -70,7 +70,7 @@ def test_a_workers_sent_and_kept_make_its_input(
         whole = double(case["c"])[places.element]
         scales = scales_of(case["runs"], case["sums"])
         sent = np.where(places.bits(case["packets"]), 1.0, -1.0) * double(scales)[places.shard]
-        silence = {"grad": None, "sent_scales": scales, "heard_scales": torch.zeros_like(scales)}
+        silence = {"grad": None, "sent_scales": scales, "answer_scales": torch.zeros_like(scales)}
         kernels.sign_encode(**(case | silence))
     assert_split(whole, sent, double(case["c"])[places.element], state_dtype)
 
@@ -121,19 +121,19 @@ class Exchange:
     def step(self, kernels: Kernels, gradients: list[Tensor]) -> Array:
         """The mean input of all workers."""
         sums = torch.zeros(2, dtype=torch.float64)
-        heard, half_of_it = self.answer.view(torch.int64).clone(), self.scale / 2 // 1
+        answer_words, half_of_it = self.answer.view(torch.int64).clone(), self.scale / 2 // 1
         for i, (c, gradient) in enumerate(zip(self.memories, gradients, strict=True)):
-            sent, heard_scales = self.sent[i : i + 1].clone(), torch.tensor([2 * half_of_it])
-            table = {"sent_scales": sent, "heard_scales": heard_scales, "sums": sums}
+            sent, answer_scales = self.sent[i : i + 1].clone(), torch.tensor([2 * half_of_it])
+            table = {"sent_scales": sent, "answer_scales": answer_scales, "sums": sums}
             rule = {"beta": 0.5, "weight": 0.25, "scale": 4.0, "shift": 0}
-            assert not kernels.sign_encode(self.runs, gradient, c, heard, self.rows[i], **table, **rule)
+            assert not kernels.sign_encode(self.runs, gradient, c, answer_words, self.rows[i], **table, **rule)
             self.sent[i] = whole_scale(self.runs, sums, 4)
         last = self.scale
         kernels.sign_merge(
             self.runs, self.rows, self.owner, self.answer, scales=self.sent, last_scale=last, sums=sums, shift=0
         )
         self.scale = whole_scale(self.runs, sums, 1)
-        momentum = half_of_it * self.places.signs(heard)
+        momentum = half_of_it * self.places.signs(answer_words)
         return momentum + sum(double(gradient) for gradient in gradients) / self.workers
 
     def answered(self) -> Array:
@@ -172,16 +172,16 @@ def test_nothing_is_lost_over_many_steps(backend: str, state_dtype: torch.dtype,
 @each_backend
 @each_state
 def test_what_roundings_lose_over_many_steps_is_theirs(backend: str, state_dtype: torch.dtype) -> None:
-    """With the scales of real life: each step may lose half an ulp of what it stores, and a little of what it adds."""
+    """With realistic scales: each step may lose half an ulp of what it stores, and a little of what it adds."""
     case = sign_encode_case(500, seed=3, pieces=4, grad_dtype=torch.float32, state_dtype=state_dtype, weight=1.0)
     places = Places(case["runs"])
     case["c"].copy_(in_flat(torch.zeros(500, dtype=state_dtype), 3))
-    scales, heard = torch.zeros_like(case["sent_scales"]), torch.zeros_like(case["heard_scales"])
+    scales, answer_words = torch.zeros_like(case["sent_scales"]), torch.zeros_like(case["answer_scales"])
     inputs, sent, lost, whole = np.zeros(500), np.zeros(500), np.zeros(500), np.zeros(500)
     for step in range(50):
         gradient = torch.randn(500, generator=random(step))
         with kernels_of(backend) as kernels:
-            kernels.sign_encode(**(case | {"grad": gradient, "sent_scales": scales, "heard_scales": heard}))
+            kernels.sign_encode(**(case | {"grad": gradient, "sent_scales": scales, "answer_scales": answer_words}))
         scales = scales_of(case["runs"], case["sums"])
         whole = double(case["c"])[places.element]
         inputs += double(gradient)[places.in_param]
@@ -253,10 +253,12 @@ def test_a_memory_stays_below_two_to_the_60(backend: str, grad_dtype: torch.dtyp
             gradient[7] = sign * value
             c, m, sums = torch.zeros(WORD, dtype=state_dtype), torch.zeros(WORD), torch.zeros(1, dtype=torch.float64)
             none, packet = torch.zeros(1), torch.zeros(8, dtype=torch.uint8)
-            runs, heard = torch.tensor([[0, 0, WORD, 0, 0, 0]]), torch.zeros(1, dtype=torch.int64)
+            runs, answer_words = torch.tensor([[0, 0, WORD, 0, 0, 0]]), torch.zeros(1, dtype=torch.int64)
             rule: dict[str, Any] = {"sent_scales": none, "sums": sums, "beta": 0.0, "weight": 1.0, "scale": 1.0}
             with kernels_of(backend) as kernels:
-                found = kernels.sign_encode(runs, gradient, c, heard, packet, heard_scales=none, shift=0, **rule)
+                found = kernels.sign_encode(
+                    runs, gradient, c, answer_words, packet, answer_scales=none, shift=0, **rule
+                )
                 assert found is bad
                 assert c[7] == (0.0 if bad else gradient[7].to(state_dtype))
                 c.zero_()

@@ -150,7 +150,7 @@ def test_a_gradient_that_its_scale_makes_infinite_counts_as_such(backend: str) -
 @each_backend
 @pytest.mark.parametrize("state_dtype", STATES, ids=str)
 def test_sampling_again_without_a_gradient_gives_the_same_bits(backend: str, state_dtype: torch.dtype) -> None:
-    """After a greeting bits are sampled a second time; the state must have been sampled as it was stored."""
+    """After an activation round bits are sampled a second time; the state must have been sampled as it was stored."""
     count = 1000
     m, b = zeros(1024, state_dtype)
     first, second = torch.zeros(128, dtype=torch.uint8), torch.zeros(128, dtype=torch.uint8)

@@ -60,7 +60,7 @@ def test_lamb_measure_whatever_it_is_given(**case: Any) -> None:
 @each_backend
 @each_low
 def test_lamb_measure_is_the_formula(backend: str, low_dtype: torch.dtype | None) -> None:
-    """It looks at the parameter as it is, weights that somebody loaded included, and leaves it alone."""
+    """It reads the parameter, loaded weights included, and does not write it."""
     case = lamb_measure_case(500, seed=3, pieces=4, low_dtype=low_dtype, loaded=True, eps=1e-3)
     places = Places(case["runs"])
     at = places.element
@@ -158,13 +158,13 @@ def test_onebit_lamb_measure_whatever_it_is_given(**case: Any) -> None:
 def test_onebit_lamb_measure_is_the_formula(backend: str, low_dtype: torch.dtype | None) -> None:
     case = onebit_lamb_case(500, seed=3, pieces=4, low_dtype=low_dtype, loaded=True, eps=1e-3)
     case["p"].copy_(torch.where(case["p"] > 0, case["p"].clamp(1e-6, 1e6), case["p"]))
-    case["scales"][1:], case["scales_before"][1:] = torch.tensor([[1.5], [0.25]])
-    case["scales"][2], case["scales_before"][2] = 3e-4, 2e-5
+    case["scales"][1:], case["previous_scales"][1:] = torch.tensor([[1.5], [0.25]])
+    case["scales"][2], case["previous_scales"][2] = 3e-4, 2e-5
     places = Places(case["runs"])
     at = places.element
     p, w = double(case["p"])[at], double(case["w"])[at]
-    momentum = 0.7 * places.signs(case["heard"]) * double(case["scales"])[places.shard]
-    before = 0.7 * places.signs(case["before"]) * double(case["scales_before"])[places.shard]
+    momentum = 0.7 * places.signs(case["answer_words"]) * double(case["scales"])[places.shard]
+    before = 0.7 * places.signs(case["previous_words"]) * double(case["previous_scales"])[places.shard]
     low_before = None if low_dtype is None else allocation(case["low"]).clone()
     with kernels_of(backend) as kernels:
         kernels.onebit_lamb_measure(**case)

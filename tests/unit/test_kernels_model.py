@@ -182,10 +182,10 @@ def test_encode(backend: str, amsgrad: bool, state_dtype: torch.dtype, other: di
         words = packets.view(torch.int64).tolist()
         sent = [words[6], words[2]]
         for i, coordinate in enumerate(model):
-            living = bool(bit_of(active.tolist(), first + i))
-            bit = coordinate.bit(first + i, active=living, eps=1e-3, level=level, amsgrad=amsgrad, key=step)
+            is_active = bool(bit_of(active.tolist(), first + i))
+            bit = coordinate.bit(first + i, active=is_active, eps=1e-3, level=level, amsgrad=amsgrad, key=step)
             assert bit_of(sent, i) == bit, i
-        assert sent[1] >> count - WORD == 0  # the padding says nothing
+        assert sent[1] >> count - WORD == 0  # the padding is zero
 
 
 @each_backend
@@ -253,7 +253,7 @@ def test_votes(backend: str, workers: int) -> None:
         kernels.vote_bit(rows, 8, active, **place, answer=drawn, key=key, signal=drawn_signal)
         kernels.vote_count(rows, 8, active, **place, planes=planes, answer=counted, signal=counted_signal)
     votes = [row[8:].clone().view(torch.int64).tolist() for row in rows]
-    total = living = 0
+    total = is_active = 0
     for i in range(WORD * words):
         element = WORD * first_word + i
         of_workers = [bit_of(row, i) for row in votes]
@@ -263,10 +263,10 @@ def test_votes(backend: str, workers: int) -> None:
         if bit_of(active.tolist(), element):
             assert answer == of_workers[drawn_worker(key, element, workers)]
             total += abs(2 * sum(of_workers) - workers)
-            living += 1
+            is_active += 1
         else:
             assert answer == max(of_workers)
-    assert drawn_signal.tolist() == counted_signal.tolist() == [total, living]
+    assert drawn_signal.tolist() == counted_signal.tolist() == [total, is_active]
 
 
 @each_backend
@@ -356,7 +356,7 @@ def test_dense_apply(backend: str) -> None:
 
 
 @each_backend
-def test_activity_refresh_and_adopt(backend: str) -> None:
+def test_activity_refresh_and_update(backend: str) -> None:
     """Two shards of five words from word 3 on, every third word called: 4, 7 | 10."""
     first_word, shard_words, period, phase, planes = 3, 5, 3, 1, 2
     called = [[4, 7], [10]]
@@ -368,7 +368,7 @@ def test_activity_refresh_and_adopt(backend: str) -> None:
     where = {"first_word": first_word, "shard_words": shard_words, "period": period, "phase": phase}
     with kernels_of(backend) as kernels:
         kernels.activity_refresh(state, **where, shards=2, eps=0.25, packets=packets, offset=16)
-        kernels.adopt(active, **where, answers=answers, byte=8, planes=planes)
+        kernels.activity_update(active, **where, answers=answers, byte=8, planes=planes)
     untouched = 0x5A5A5A5A5A5A5A5A
     for shard, words in enumerate(called):
         report = packets[shard].view(torch.int64).tolist()

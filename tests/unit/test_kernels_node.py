@@ -160,7 +160,7 @@ def test_direction_keeps_the_state_of_encode(backend: str) -> None:
 @each_state
 @pytest.mark.parametrize("operation", ["birder_encode", "birder_direction"])
 def test_a_shifted_state_gives_what_the_whole_one_does(backend: str, state_dtype: torch.dtype, operation: str) -> None:
-    """Draws, the map of the living and the packets go by the element; only the state's own addresses are shifted."""
+    """Draws, the activation map and the packets go by the element; only the state's own addresses are shifted."""
     make = encode_case if operation == "birder_encode" else direction_case
     options: dict[str, Any] = {"seed": 4, "pieces": 4, "grad_dtype": torch.float32, "state_dtype": state_dtype}
     whole, shifted = make(1500, **options), make(1500, **options, shift=4 * WORD)

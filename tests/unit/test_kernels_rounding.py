@@ -1,4 +1,4 @@
-"""Native conversions between fp32 and the two 16-bit formats are torch's, for every number that could tell them apart.
+"""Native conversions between fp32 and the two 16-bit formats are torch's, for every number where they could differ.
 
 The kernels convert inside their loops, so the conversions are reached through what they do: a master that rounds to
 its parameter is left alone, one that does not is replaced by the parameter, and a state of bfloat16 with `beta = 0` is
@@ -69,7 +69,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 @each_low
 def test_the_tricky_numbers_are_tricky(low_dtype: torch.dtype) -> None:
-    """They hold ties, numbers that overflow and numbers that vanish; else the tests below would say little."""
+    """They hold ties, numbers that overflow and numbers that vanish; otherwise the tests below would prove little."""
     x = tricky_floats(low_dtype)
     rounded = x.to(low_dtype).double()
     error = (rounded - x.double()).abs()
@@ -95,7 +95,7 @@ def test_a_master_that_rounds_to_its_parameter_stays(backend: str, low_dtype: to
 
 @each_backend
 @each_low
-def test_masters_of_living_coordinates_are_rounded_as_torch_rounds(backend: str, low_dtype: torch.dtype) -> None:
+def test_masters_of_active_coordinates_are_rounded_as_torch_rounds(backend: str, low_dtype: torch.dtype) -> None:
     x = tricky_floats(low_dtype)
     x = x[x != 0]  # adding the move of -0 turns a zero of one sign into the other
     low = x.to(low_dtype)

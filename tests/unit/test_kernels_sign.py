@@ -116,7 +116,7 @@ def test_sign_encode_is_the_formula(backend: str, state_dtype: torch.dtype, grad
         new,
         old,
         -sign_of(old) * double(case["sent_scales"])[places.shard],
-        0.9 * places.signs(case["heard"]) * double(case["heard_scales"])[places.shard],
+        0.9 * places.signs(case["answer_words"]) * double(case["answer_scales"])[places.shard],
         -0.3 * 0.2 * gradient,
         stored=stored(state_dtype),
     )
@@ -131,7 +131,7 @@ def test_the_sign_of_zero_is_positive(backend: str, state_dtype: torch.dtype) ->
     case = sign_encode_case(100, seed=0, grad_dtype=None, state_dtype=state_dtype)
     zeros = torch.tensor([0.0, -0.0], dtype=state_dtype).repeat(50)
     case["c"].copy_(in_flat(zeros, 0))
-    case["sent_scales"][1:], case["heard_scales"][1:] = 0.0, 0.0
+    case["sent_scales"][1:], case["answer_scales"][1:] = 0.0, 0.0
     places = Places(case["runs"])
     with kernels_of(backend) as kernels:
         kernels.sign_encode(**case)
@@ -191,11 +191,13 @@ def test_sign_merge_is_the_formula(backend: str, state_dtype: torch.dtype, worke
     for row in range(workers):  # the kernel need not care for the padding of what it gets
         for _, _, count, byte, _, _ in places.runs:
             case["rows"][row, byte + count // 8 : byte + 8 * -(-count // WORD)] = 0
-    said = [np.where(places.bits(row), s, -s) for row, s in zip(case["rows"], double(case["scales"]), strict=True)]
+    sent_words = [
+        np.where(places.bits(row), s, -s) for row, s in zip(case["rows"], double(case["scales"]), strict=True)
+    ]
     with kernels_of(backend) as kernels:
         kernels.sign_merge(**case)
     new = double(case["y"])[at]
-    terms = [old, -sign_of(old) * case["last_scale"], *(row / workers for row in said)]
+    terms = [old, -sign_of(old) * case["last_scale"], *(row / workers for row in sent_words)]
     assert_sum(new, *terms, stored=stored(state_dtype))
     np.testing.assert_array_equal(places.bits(case["answer"]), new >= 0)
     assert_sums(case["sums"], places.by_run(new**2))
@@ -242,12 +244,12 @@ def test_sign_apply_is_the_formula(backend: str, anchored: bool) -> None:
     places = Places(case["runs"])
     p = double(case["p"].clamp_(max=1e6))[places.element]  # it would make much of what has vanished
     base = double(case["anchor"] if anchored else case["x"])[places.in_param]
-    said = places.signs(case["heard"]) * double(case["scales"])[places.shard]
+    sent_words = places.signs(case["answer_words"]) * double(case["scales"])[places.shard]
     with kernels_of(backend) as kernels:
         kernels.sign_apply(**case)
     moves = p > 0
-    assert_sum(double(case["x"])[places.in_param], np.where(moves, 0.99, 1.0) * base, -0.02 * said * p * moves)
-    assert_sum(double(case["m"])[places.element], 1.3 * said)
+    assert_sum(double(case["x"])[places.in_param], np.where(moves, 0.99, 1.0) * base, -0.02 * sent_words * p * moves)
+    assert_sum(double(case["m"])[places.element], 1.3 * sent_words)
     if anchored:
         np.testing.assert_array_equal(double(case["anchor"])[places.in_param], base)
 
@@ -345,7 +347,7 @@ def test_step_apply_whatever_it_is_given(**case: Any) -> None:
 @each_low
 @each_anchor
 def test_step_apply_is_the_formula(backend: str, low_dtype: torch.dtype | None, anchored: bool) -> None:
-    """The anchor is the parameter before the step, weights that somebody loaded included."""
+    """The anchor is the parameter before the step, loaded weights included."""
     case = step_apply_case(500, seed=3, pieces=4, low_dtype=low_dtype, loaded=True, anchored=anchored, rate=0.02)
     places = Places(case["runs"])
     p = double(case["p"].clamp_(max=1e6))[places.element]  # it would make much of what has vanished

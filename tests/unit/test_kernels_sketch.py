@@ -69,11 +69,11 @@ def places(coefficients: Tensor, columns: int, elements: list[int]) -> tuple[Arr
 
 
 def estimates(table: Tensor, coefficients: Tensor, elements: list[int]) -> Array:
-    """What a table says of elements, in float32."""
+    """The estimates of a table, in float32."""
     signs, columns = places(coefficients, table.shape[1], elements)
-    said = np.sort(signs * np.take_along_axis(table.numpy(), columns, 1), axis=0)
+    sent_words = np.sort(signs * np.take_along_axis(table.numpy(), columns, 1), axis=0)
     rows = table.shape[0]
-    return said[rows // 2] if rows % 2 else (said[rows // 2 - 1] + said[rows // 2]) * np.float32(0.5)
+    return sent_words[rows // 2] if rows % 2 else (sent_words[rows // 2 - 1] + sent_words[rows // 2]) * np.float32(0.5)
 
 
 # The hashes ----------------------------------------------------------------------------------------------------------
@@ -88,7 +88,7 @@ def test_a_hash_is_a_polynomial() -> None:
 
 @each_backend
 @pytest.mark.parametrize("columns", [1, 2, 3, 1000, 2**16])
-def test_an_element_counts_where_its_hash_says(backend: str, columns: int) -> None:
+def test_an_element_counts_where_its_hash_points(backend: str, columns: int) -> None:
     """One element of the value 1 in an empty table shows its signs and its columns, and the table shows it again.
 
     Two rows have the same hash for all: the largest, and one that falls into the first of three columns only as the
@@ -134,7 +134,7 @@ def test_signs_of_two_and_of_four_elements_are_balanced(elements: tuple[int, ...
 
 
 def test_signs_by_polynomials_of_a_lower_degree_are_not() -> None:
-    """That is: the test above can tell."""
+    """The test above can fail."""
     coefficients = coefficients_of(SAMPLES, random(1))
     coefficients[:, 2:] = 0
     signs = 1.0 - 2.0 * (hashes(coefficients, torch.tensor(QUADRUPLES[0])) % 2).double()
@@ -143,7 +143,7 @@ def test_signs_by_polynomials_of_a_lower_degree_are_not() -> None:
 
 @pytest.mark.parametrize("columns", [2, 7, 100])
 def test_two_elements_share_a_column_as_often_as_they_should(columns: int) -> None:
-    """With probability 1 / columns; and their columns tell nothing about their signs."""
+    """With probability 1 / columns; and their columns are independent of their signs."""
     coefficients = coefficients_of(SAMPLES, random(2))
     bound = hoeffding(SAMPLES, 1e-8) / 2  # of samples between 0 and 1
     for a, b in ((0, 1), (63, 64), (5, 2**30), (0, PRIME - 1)):
@@ -263,7 +263,7 @@ def test_sketch_estimate_whatever_it_is_given(**case: Any) -> None:
 
 @pytest.mark.parametrize("weight", [1.0, -1.0])
 def test_an_estimate_of_zero_is_positive(weight: float) -> None:
-    """Rows may say zeros of both signs, and a value of -0 would show which of them was taken for the median."""
+    """Rows can have zeros of both signs, and a value of -0 would show which of them was taken for the median."""
     for rows in range(1, 16):
         case = estimate_case(count=300, seed=rows, rows=rows, columns=20, weight=weight)
         case["table"].mul_(0.0)
@@ -301,12 +301,12 @@ def test_estimates_are_unbiased(backend: str) -> None:
     """Of one row: the mean over many hashes is the value, and its variance what the other squares are per column."""
     count, columns, samples = 64, 32, 6000
     values = torch.randn(count, generator=random(5))
-    said = torch.zeros(samples, count)
+    sent_words = torch.zeros(samples, count)
     with kernels_of(backend) as kernels:
         for sample, coefficients in enumerate(coefficients_of(samples, random(6))[:, None]):
             table = sketched(kernels, values, coefficients, columns)
-            kernels.sketch_estimate(table, said[sample], coefficients, first=0, weight=1.0)
-    errors = (said - values).double()
+            kernels.sketch_estimate(table, sent_words[sample], coefficients, first=0, weight=1.0)
+    errors = (sent_words - values).double()
     squares, magnitudes = float((values**2).sum()), float(values.abs().sum())
     bound = bernstein(samples, squares / columns, magnitudes, 1e-6 / count)
     assert bound < 0.25

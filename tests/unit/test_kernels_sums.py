@@ -112,7 +112,7 @@ def test_memories_have_the_order(backend: str, state_dtype: torch.dtype) -> None
         case["c"].copy_(start)
         case["grad"] = torch.from_numpy(adversarial(COUNT, 3))
         case["sent_scales"][1:] = 2.0**-8
-    encode["heard_scales"][1:] = 0.3
+    encode["answer_scales"][1:] = 0.3
     momentum["m"].copy_(start)
     merge["y"].copy_(start)
     merge["scales"].copy_(torch.tensor([0.3, 0.7, 1e-3]))

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from thinwire.errors import CorruptPacket
-from thinwire.kernels import ops
-from thinwire.transport import packet
+from thinwire.kernels import header, ops
 from thinwire.transport.packet import ACTIVATION, HEADER_BYTES, NONFINITE, REFUSED, Header, Packet
 
 KERNELS = ops.backend(torch.device("cpu"))
@@ -90,13 +89,13 @@ def test_every_field_that_differs_is_named(field: str, value: int) -> None:
 @pytest.mark.parametrize(("sent", "expected"), [(ACTIVATION, 0), (0, ACTIVATION), (ACTIVATION | NONFINITE, NONFINITE)])
 def test_a_greeting_is_never_taken_for_votes_nor_votes_for_a_greeting(sent: int, expected: int) -> None:
     row = sealed(dataclasses.replace(HEADER, flags=sent))
-    with pytest.raises(CorruptPacket, match=f"greeting is {sent & ACTIVATION}, expected {expected & ACTIVATION}"):
+    with pytest.raises(CorruptPacket, match=f"activation is {sent & ACTIVATION}, expected {expected & ACTIVATION}"):
         dataclasses.replace(HEADER, flags=expected).check(Packet(row), KERNELS)
 
 
 def test_a_foreign_packet_is_named_by_its_magic() -> None:
     foreign = int.from_bytes(b"HT", "little")
-    with pytest.raises(CorruptPacket, match=f"magic is {foreign}, expected {packet.MAGIC}"):
+    with pytest.raises(CorruptPacket, match=f"magic is {foreign}, expected {header.MAGIC}"):
         HEADER.check(Packet(forged(HEADER, 4, b"HT")), KERNELS)
 
 

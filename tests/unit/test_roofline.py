@@ -39,7 +39,7 @@ IN_PART = {"activity_refresh", "any_of"}
 OF_PACKETS = {"packet_seal", "packet_check"}
 CHECKSUMS = {*OF_PACKETS, "crc32c"}
 """On a CPU a packet is sealed and checked by the host, but for its checksum."""
-OF_LITTLE = {"shard_scale", "forget"}
+OF_LITTLE = {"shard_scale", "clear_words"}
 """They read a few words, and as a rule write as few."""
 
 VISIBLE = {"lr": 0.01}
@@ -207,7 +207,7 @@ def _covered(name: str, arguments: dict[str, Any]) -> float:
         return WORD * arguments["words"]
     if name == "activity_refresh":
         return WORD * arguments["shard_words"] * arguments["shards"] / arguments["period"]
-    if name == "adopt":
+    if name == "activity_update":
         return WORD * arguments["shard_words"] * len(arguments["answers"])
     return arguments["out" if name == "mean" else next(iter(arguments))].numel()
 

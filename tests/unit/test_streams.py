@@ -15,7 +15,7 @@ import thinwire
 from tests.harness import run_ranks
 from thinwire.compressors.stochastic_sign import StochasticSign
 from thinwire.kernels import ops
-from thinwire.kernels.header import CHECKED, HEARD, NONFINITE, REFUSED, Status
+from thinwire.kernels.header import CHECKED, NONFINITE, REFUSED, REFUSED_BY_PEER, Status
 from thinwire.kernels.modes import Gate
 from thinwire.optimizers.inputs import refuse_capture
 from thinwire.transport.buffers import PacketBuffers
@@ -92,7 +92,7 @@ def test_refusals_are_told_as_on_the_host() -> None:
         report.status[field] = value
     told = str(report.read(report.copy_to_host()).refusal)
     assert told.startswith("packet from rank 3 for step 7, bucket 1: step is 8, expected 7: all ranks must call step()")
-    report.status[Status.CODE] = HEARD
+    report.status[Status.CODE] = REFUSED_BY_PEER
     assert "rank 3 refused a packet of step 7" in str(report.read(report.copy_to_host()).refusal)
 
 
@@ -145,7 +145,7 @@ def test_gpus_have_triton_and_the_reference_says_so_once_where_it_is_missing(mon
     pytest.importorskip("triton")
     assert ops.backend(CUDA).name == "triton"
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "3.5.1")
-    monkeypatch.setattr(ops, "_said", set())
+    monkeypatch.setattr(ops, "_warned", set())
     with pytest.warns(RuntimeWarning, match="Triton 3.6 or newer is not installed"):
         assert ops.backend(CUDA).name == "reference"
 

@@ -16,6 +16,7 @@ from tests.unit.kernel_cases import (
     WORD,
     activity_refresh_case,
     allocation,
+    copy_of,
     each_grad,
     each_low,
     each_state,
@@ -23,20 +24,20 @@ from tests.unit.kernel_cases import (
     encode_case,
     guarded,
     hard_gradient,
+    long,
     random,
 )
-from tests.unit.kernel_cases import twin as twin
 from tests.unit.sign_cases import dense_encode_case
 from thinwire.kernels.modes import Gate
 
 pytest.importorskip("triton")
-# NumPy, in which Triton's interpreter computes, tells of every infinity and NaN that comes out.
+# NumPy, in which Triton's interpreter computes, warns of every infinity and NaN.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 TILE = 32 * WORD
 TAILS = (1, 63, 64, 65, TILE, 2 * TILE + 321)
 OTHERS = 0b100
-"""A bit in `bad` that somebody else has raised."""
+"""A bit in `bad` that another kernel has raised."""
 REPORT = {"birder_encode", "birder_direction", "dense_encode"}
 
 
@@ -48,7 +49,7 @@ def same_as_reference(
     A scale that is a tensor is a float for the reference, which knows of no gates. Arguments that are `shared` are
     neither copied nor compared. Returns what the reference has returned.
     """
-    copy = {name: argument if name in shared else twin(argument) for name, argument in arguments.items()}
+    copy = {name: argument if name in shared else copy_of(argument) for name, argument in arguments.items()}
     if isinstance(arguments.get("scale"), Tensor):
         arguments = arguments | {"scale": float(arguments["scale"])}
     bad = guarded(torch.tensor([OTHERS], dtype=torch.int32))
@@ -109,7 +110,7 @@ def test_encode_with_gradients_that_are_not_finite(state_dtype: torch.dtype, ams
 
 
 @pytest.mark.parametrize("of_tile", [0, TILE - 1, TILE, TILE + 64])
-def test_encode_tells_of_a_single_gradient_that_is_not_finite(of_tile: int) -> None:
+def test_encode_reports_a_single_non_finite_gradient(of_tile: int) -> None:
     case = encode_case(TILE + 65, seed=1, grad_dtype=torch.float32, state_dtype=torch.float32)
     case["grad"][of_tile] = torch.nan
     assert same_as_reference("birder_encode", case) is True
@@ -191,12 +192,12 @@ def test_mean(dtype: torch.dtype, rows: int) -> None:
         same_as_reference("mean", node.mean_case(rows, count, seed=seed, dtype=dtype))
 
 
-# Roll call and adoption -----------------------------------------------------------------------------------------------
+# Activity -----------------------------------------------------------------------------------------------------------
 
 
 @each_state
 def test_activity_refresh_over_shard_boundaries(state_dtype: torch.dtype) -> None:
-    """Shards that are shorter and longer than the period, and every phase: some shards have nobody to call."""
+    """Shards that are shorter and longer than the period, and every phase: some shards have no word to refresh."""
     for shard_words in (1, 4, 13):
         for phase in range(4):
             same_as_reference(
@@ -207,11 +208,11 @@ def test_activity_refresh_over_shard_boundaries(state_dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("planes", [1, 3])
-def test_adopt(planes: int) -> None:
+def test_activity_update(planes: int) -> None:
     for shard_words in (1, 4, 13, 515):
         for phase in (0, 3):
-            same_as_reference("adopt", flat.adopt_case(shard_words, 2, 7, 4, phase, phase, planes))
-    same_as_reference("adopt", flat.adopt_case(520, 2, 300, 256, 1, 0, planes))
+            same_as_reference("activity_update", flat.activity_update_case(shard_words, 2, 7, 4, phase, phase, planes))
+    same_as_reference("activity_update", flat.activity_update_case(520, 2, 300, 256, 1, 0, planes))
 
 
 # Votes ----------------------------------------------------------------------------------------------------------------
@@ -260,7 +261,7 @@ def test_vote_count(workers: int, active: str) -> None:
         same_as_reference("vote_count", flat.count_case(workers, words, active, seed=words))
 
 
-@pytest.mark.parametrize("workers", [1, 3, 8])
+@pytest.mark.parametrize("workers", [3, *long(1, 8)])
 def test_the_signal_is_sampled_alike(workers: int) -> None:
     words = flat.SIGNAL_BLOCK + 70  # two samples, the second one cut short
     same_as_reference("vote_count", flat.count_case(workers, words, "some", seed=0))
@@ -315,4 +316,4 @@ def test_nothing_is_written_where_a_gate_is_closed(parameter: int) -> None:
         options: dict[str, Any] = {"seed": 1, "low_dtype": torch.bfloat16, "loaded": True}
         same_as_reference("birder_apply", flat.apply_case(count, **options), gate=gate)
         same_as_reference("dense_apply", node.dense_case(count, **options), gate=gate)
-    same_as_reference("adopt", flat.adopt_case(13, 3, 7, 4, 1, 0, 2), gate=gate)
+    same_as_reference("activity_update", flat.activity_update_case(13, 3, 7, 4, 1, 0, 2), gate=gate)

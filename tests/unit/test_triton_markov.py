@@ -11,7 +11,7 @@ from tests.unit.formulas import Places
 from tests.unit.kernel_cases import WORD, each_grad, each_low, hard_gradient, random
 from tests.unit.markov_cases import (
     amsgrad_case,
-    each_life,
+    each_activity,
     each_mode,
     each_momentum,
     each_source,
@@ -27,12 +27,12 @@ from tests.unit.test_triton_sign import (
     arithmetic,
     assert_closed,
     assert_same_memory,
+    copy_of,
     each_scale,
     on_triton,
     same_on_triton,
-    twin,
 )
-from thinwire.kernels.modes import Gate, Say, Source
+from thinwire.kernels.modes import Gate, MarkovMode, Source
 
 pytestmark = arithmetic
 
@@ -51,14 +51,14 @@ def test_markov_encode_for_every_tail(grad_dtype: torch.dtype | None, momentum: 
         assert same_on_triton("markov_encode", case) is False
 
 
-@each_life
+@each_activity
 @each_momentum
 def test_markov_encode_for_many_runs_and_steps(momentum: bool, active: str) -> None:
     case = markov_encode_case(TILE + 900, seed=4, pieces=4, momentum=momentum, active=active, shift=2 * WORD)
     for step in range(2):
         case["grad"] = hard_gradient(TILE + 900, torch.float32, random(step))
         same_on_triton("markov_encode", case)
-        case["mode"] = Say.ACTIVATION
+        case["mode"] = MarkovMode.ACTIVATION
 
 
 @each_mode
@@ -71,21 +71,21 @@ def test_markov_encode_with_gradients_that_are_not_finite(
     case = markov_encode_case(
         TILE + 70, seed=7, grad_dtype=grad_dtype, momentum=momentum, mode=mode, finite=False, grad_off=3, scale=0.3
     )
-    assert same_on_triton("markov_encode", case, scale_on_device=on_device) is (mode != Say.RECALL)
+    assert same_on_triton("markov_encode", case, scale_on_device=on_device) is (mode != MarkovMode.REPLAY)
 
 
 @each_mode
 @each_momentum
 def test_markov_encode_of_huge_memories(momentum: bool, mode: int) -> None:
-    """A gradient is blamed for them, and without one nobody is."""
+    """They are reported with a gradient, and not without one."""
     case = markov_encode_case(300, seed=1, pieces=3, momentum=momentum, mode=mode, shift=WORD)
     case["known"][Places(case["runs"]).element - WORD] = hard_gradient(300, torch.float32, random(0))
-    copy = {name: twin(argument) for name, argument in case.items()}
-    assert same_on_triton("markov_encode", case) is (mode != Say.RECALL)
+    copy = {name: copy_of(argument) for name, argument in case.items()}
+    assert same_on_triton("markov_encode", case) is (mode != MarkovMode.REPLAY)
     assert same_on_triton("markov_encode", copy | {"grad": None}) is False
 
 
-@each_life
+@each_activity
 @pytest.mark.parametrize("workers", [1, 2, 3, 8])
 def test_markov_merge_for_every_tail(workers: int, active: str) -> None:
     for seed, count in enumerate(FEW):
@@ -142,13 +142,13 @@ def test_signs_without_a_step_for_every_tail() -> None:
 
 def test_behind_a_closed_gate_signs_are_taken_in_all_the_same() -> None:
     case = amsgrad_case(TILE + 70, seed=1, pieces=2, source=Source.SIGNS, low_dtype=torch.bfloat16, loaded=True)
-    told = {name: twin(argument) for name, argument in case.items()}
+    told = {name: copy_of(argument) for name, argument in case.items()}
     same_on_triton("amsgrad_apply", case | dict.fromkeys(("x", "low", "m", "v", "peak")))
     assert on_triton("amsgrad_apply", told, gate=Gate(torch.zeros(1, dtype=torch.int32))) is None
     assert_same_memory("amsgrad_apply", told, case)
 
 
-@pytest.mark.parametrize("source", [Source.HELD, Source.FLOATS])
+@pytest.mark.parametrize("source", [Source.STATE, Source.FLOATS])
 def test_behind_a_closed_gate_nothing_is_written(source: int) -> None:
     case = amsgrad_case(TILE + 70, seed=1, pieces=2, source=source, low_dtype=torch.bfloat16, loaded=True)
     assert_closed("amsgrad_apply", case)
@@ -188,7 +188,7 @@ def test_no_runs_are_nothing_to_do(operation: str) -> None:
         "markov_encode": markov_encode_case(70, seed=1),
         "markov_merge": markov_merge_case(70, seed=1, workers=2),
         "markov_difference": markov_difference_case(70, seed=1),
-        "amsgrad_apply": amsgrad_case(70, seed=1, source=Source.HELD),
+        "amsgrad_apply": amsgrad_case(70, seed=1, source=Source.STATE),
         "momentum_sum": momentum_sum_case(70, seed=1, grad_dtype=torch.float32),
     }
     same_on_triton(operation, cases[operation] | {"runs": torch.zeros(0, 6, dtype=torch.int64)})

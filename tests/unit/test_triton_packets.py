@@ -10,17 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.kernel_cases import allocation, guarded, random, random_bytes
-from tests.unit.kernel_cases import twin as twin
+from tests.unit.kernel_cases import allocation, copy_of, guarded, long, random, random_bytes
 from thinwire.kernels.header import (
     ACTIVATION,
     CHECKED,
-    CHECKSUM_FORMAT,
-    FIELDS_FORMAT,
     HEADER_BYTES,
-    HEARD,
     NONFINITE,
     REFUSED,
+    REFUSED_BY_PEER,
     STATUS_WORDS,
     SYNCHRONIZE,
     Status,
@@ -33,6 +30,8 @@ pytest.importorskip("triton")
 GROUP, TILE = 4 * 128, 4 * 128 * 16
 LENGTHS = (0, 4, GROUP - 32, GROUP - 28, GROUP - 24, TILE - 32, TILE - 28, TILE - 24, 2 * TILE + 500)
 """Of what follows the header, in bytes: checksums are computed of groups and tiles of words."""
+CHECKSUM_FORMAT, FIELDS_FORMAT = "<I", "<HHHHQIII"
+"""As docs/protocol.md has them, to compare with what follows from the table of fields."""
 FIELDS = ("checksum", "magic", "version", "flags", "sender", "step", "bucket", "length", "layout")
 EXPECTED: dict[str, int] = {"step": 2**33 + 5, "bucket": 3, "flags": ACTIVATION, "layout": 0xFEDCBA98}
 
@@ -52,9 +51,9 @@ def sealed(rows: int, length: int, *, seed: int = 0, gap: int = 0, copies: int =
     size = HEADER_BYTES + length
     packets = guarded(random_bytes(rows, copies * size + gap, generator=random(seed)))[:, : copies * size]
     for sender, row in enumerate(packets, start=1):
-        said: dict[str, Any] = EXPECTED | {"sender": sender}
+        fields: dict[str, Any] = EXPECTED | {"sender": sender}
         first = row.view(copies, -1)[:1]
-        reference.packet_seal(first, a_status(), **said)
+        reference.packet_seal(first, a_status(), **fields)
         row.view(copies, -1)[1:] = first
     return packets
 
@@ -76,7 +75,7 @@ def forge(packet: Tensor, **fields: int) -> None:
 
 def same_as_reference(name: str, **arguments: Any) -> Tensor:
     """Both, on copies of everything; all memory must be the same. Returns the status."""
-    copy = {name: twin(argument) for name, argument in arguments.items()}
+    copy = {name: copy_of(argument) for name, argument in arguments.items()}
     getattr(reference, name)(**arguments)
     operation(name)(**copy)
     for argument, value in arguments.items():
@@ -105,18 +104,18 @@ def checked(packets: Tensor, *, status: Tensor | None = None, copies: int = 1, *
 @pytest.mark.parametrize("length", LENGTHS)
 def test_seal_for_every_length(length: int) -> None:
     packets = guarded(random_bytes(2, HEADER_BYTES + length + 12, generator=random(length)))[:, :-12]
-    said = {"step": 7, "bucket": 0, "sender": 0, "flags": 0, "layout": 1}
-    same_as_reference("packet_seal", packets=packets, status=a_status(), **said)
+    fields = {"step": 7, "bucket": 0, "sender": 0, "flags": 0, "layout": 1}
+    same_as_reference("packet_seal", packets=packets, status=a_status(), **fields)
     assert fields_of(packets[1])["checksum"] == crc32c(packets[1][4:].contiguous())
 
 
 @pytest.mark.parametrize("raised", [0, NONFINITE, REFUSED, NONFINITE | REFUSED, 0xFF00])
 @pytest.mark.parametrize("flags", [0, ACTIVATION, SYNCHRONIZE | REFUSED])
-def test_seal_says_what_has_been_raised(raised: int, flags: int) -> None:
+def test_seal_writes_the_raised_flags(raised: int, flags: int) -> None:
     packets = guarded(random_bytes(1, HEADER_BYTES + 8, generator=random(0)))
-    said = {"step": 2**40 + 1, "bucket": 2**32 - 1, "sender": 65535, "flags": flags, "layout": 2**32 - 1}
-    same_as_reference("packet_seal", packets=packets, status=a_status(raised), **said)
-    wanted = said | {"flags": flags | raised & (NONFINITE | REFUSED)}
+    fields = {"step": 2**40 + 1, "bucket": 2**32 - 1, "sender": 65535, "flags": flags, "layout": 2**32 - 1}
+    same_as_reference("packet_seal", packets=packets, status=a_status(raised), **fields)
+    wanted = fields | {"flags": flags | raised & (NONFINITE | REFUSED)}
     assert wanted.items() <= fields_of(packets[0]).items()
 
 
@@ -124,15 +123,17 @@ def test_seal_says_what_has_been_raised(raised: int, flags: int) -> None:
 @pytest.mark.parametrize("layout", [0, 2**31, 2**32 - 1])
 def test_seal_and_check_with_any_step(step: int, layout: int) -> None:
     packets = guarded(random_bytes(1, HEADER_BYTES + 8, generator=random(0)))
-    said: dict[str, Any] = {"step": step, "bucket": 1, "flags": 0, "layout": layout}
-    same_as_reference("packet_seal", packets=packets, status=a_status(), sender=1, **said)
-    assert checked(packets, **said)["CODE"] == 0
+    fields: dict[str, Any] = {"step": step, "bucket": 1, "flags": 0, "layout": layout}
+    same_as_reference("packet_seal", packets=packets, status=a_status(), sender=1, **fields)
+    assert checked(packets, **fields)["CODE"] == 0
 
 
 # Check ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize(
+    "length", [*LENGTHS[::4], *long(*(length for length in LENGTHS if length not in LENGTHS[::4]))]
+)
 def test_check_for_every_length(length: int) -> None:
     packets = sealed(3, length, gap=20)
     untouched = checked(packets)
@@ -159,8 +160,8 @@ def test_check_of_any_number_of_rows(rows: int) -> None:
         ("bucket", {"bucket": 2**32 - 1}),
         ("length", {"length": 15}),
         ("layout", {"layout": 0x7EDCBA98}),
-        ("greeting", {"flags": 0}),
-        ("greeting", {"flags": SYNCHRONIZE}),
+        ("activation", {"flags": 0}),
+        ("activation", {"flags": SYNCHRONIZE}),
         ("synchronize", {"flags": ACTIVATION | SYNCHRONIZE}),
         ("synchronize", {"flags": ACTIVATION | SYNCHRONIZE | NONFINITE | REFUSED}),
         ("magic", {"magic": 1, "version": 1, "sender": 9, "step": 0}),
@@ -201,12 +202,12 @@ def test_check_notes_the_lowest_row_and_what_all_have_raised() -> None:
     assert noted["FLAGS"] == NONFINITE | REFUSED
 
 
-def test_check_hears_of_a_refusal() -> None:
+def test_check_reports_the_refusal_of_a_peer() -> None:
     packets = sealed(3, 16)
     forge(packets[1], flags=ACTIVATION | REFUSED)
     forge(packets[2], step=9)
     noted = checked(packets)
-    assert (noted["CODE"], noted["SENDER"], noted["GOT"], noted["WANT"]) == (HEARD, 2, 0, 0)
+    assert (noted["CODE"], noted["SENDER"], noted["GOT"], noted["WANT"]) == (REFUSED_BY_PEER, 2, 0, 0)
 
 
 def test_check_keeps_what_was_noted_before() -> None:

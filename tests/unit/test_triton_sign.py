@@ -44,7 +44,7 @@ pytestmark = arithmetic
 TILE = 2048
 TAILS = (1, 63, 64, 65, TILE, TILE + 1, 2 * TILE + 321)
 OTHERS = 0b1010
-"""Bits that somebody else has raised."""
+"""Bits that other kernels have raised."""
 
 FINDING = {"sign_encode", "momentum_encode", "markov_encode", "markov_difference", "momentum_sum"}
 each_output = pytest.mark.parametrize("output", list(Output), ids=["nothing", "signs", "floats"])
@@ -57,7 +57,7 @@ def triton_kernel(operation: str) -> Any:
     return getattr(importlib.import_module("thinwire.kernels.triton"), operation)
 
 
-def twin(argument: Any) -> Any:
+def copy_of(argument: Any) -> Any:
     """A copy of a tensor, and of all the memory that it lies in."""
     if not isinstance(argument, Tensor):
         return argument
@@ -95,7 +95,7 @@ def same_on_triton(operation: str, case: dict[str, Any], *, scale_on_device: boo
 
     `gated`: through a gate, which is open.
     """
-    copy = {name: twin(argument) for name, argument in case.items()}
+    copy = {name: copy_of(argument) for name, argument in case.items()}
     gate = Gate(torch.tensor([0, 0, 7, 0], dtype=torch.int32), 2) if gated else None
     expected = getattr(REFERENCE, operation)(**case)
     result = on_triton(operation, copy, gate=gate, scale_on_device=scale_on_device)
@@ -111,7 +111,7 @@ def same_on_triton(operation: str, case: dict[str, Any], *, scale_on_device: boo
 
 def assert_closed(operation: str, case: dict[str, Any]) -> Any:
     """Behind a closed gate nothing is written."""
-    copy = {name: twin(argument) for name, argument in case.items()}
+    copy = {name: copy_of(argument) for name, argument in case.items()}
     result = on_triton(operation, copy, gate=Gate(torch.tensor([1, 0, 1], dtype=torch.int32), 1))
     assert_same_memory(operation, copy, case)
     return result
@@ -272,7 +272,7 @@ def shard_scale_of(sums: Tensor, which: Tensor, length: int, *, twice: bool = Tr
     """The same as the reference's."""
     case: dict[str, Any] = {"sums": guarded(sums), "which": guarded(which), "length": length}
     case |= {"to": guarded(torch.full((1,), -7.0)), "also": guarded(torch.full((), -7.0)) if twice else None}
-    copy = {name: twin(argument) for name, argument in case.items()}
+    copy = {name: copy_of(argument) for name, argument in case.items()}
     REFERENCE.shard_scale(**case)
     triton_kernel("shard_scale")(**copy)
     assert_same_memory("shard_scale", copy, case)
@@ -287,7 +287,7 @@ def test_shard_scale_is_the_root_of_the_mean_of_squares(twice: bool) -> None:
         shard_scale_of(sums, which, 1 + 977 * seed, twice=twice)
 
 
-def test_shard_scale_is_the_mean_magnitude_of_the_living() -> None:
+def test_shard_scale_is_the_mean_magnitude_of_active_elements() -> None:
     for seed in range(8):
         sums = moderate(27, random(seed)).double().abs().view(9, 3)
         sums[:, 2] = torch.randint(0, 9999, (9,), generator=random(seed)).double()
@@ -303,11 +303,11 @@ def test_the_scale_of_nothing_is_zero() -> None:
 
 @each_state
 @pytest.mark.parametrize("words", [1, 31, 33, 70])
-def test_forget_zeroes_what_is_marked(words: int, state_dtype: torch.dtype) -> None:
+def test_clear_words_zeroes_what_is_marked(words: int, state_dtype: torch.dtype) -> None:
     generator = random(words)
     state = guarded(hard_gradient(WORD * (words + 5), state_dtype, generator, finite=False))
     marked = guarded(torch.rand(words, generator=generator) < 0.4)
-    copy = twin(state)
-    REFERENCE.forget(state, marked, first=3)
-    triton_kernel("forget")(copy, twin(marked), first=3)
+    copy = copy_of(state)
+    REFERENCE.clear_words(state, marked, first=3)
+    triton_kernel("clear_words")(copy, copy_of(marked), first=3)
     assert torch.equal(allocation(copy), allocation(state))

@@ -34,7 +34,7 @@ from tests.unit.sign_cases import (
     step_apply_case,
 )
 from thinwire.kernels.header import STATUS_WORDS
-from thinwire.kernels.modes import Gate, Output, Say, Source
+from thinwire.kernels.modes import Gate, MarkovMode, Output, Source
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 AT: dict[str, Any] = {"count": 5000, "seed": 3}
@@ -87,7 +87,7 @@ def _finding_more() -> Iterator[Call]:
         yield "momentum_sum", momentum_sum_case(**AT, grad_dtype=grad)
         yield "markov_encode", markov_encode_case(**AT, grad_dtype=grad, momentum=momentum)
         yield "markov_difference", markov_difference_case(**AT, grad_dtype=grad, momentum=momentum)
-    for say in (Say.ACTIVATION, Say.RECALL):
+    for say in (MarkovMode.ACTIVATION, MarkovMode.REPLAY):
         yield "markov_encode", markov_encode_case(**AT, mode=say)
     # With a scale that only the device knows, a gradient that begins at an odd element, and averages that never fall.
     of = {"grad_dtype": BF16, "state_dtype": FP32, "grad_off": 1, "scale": torch.ones(1)}
@@ -107,7 +107,7 @@ def _stepping() -> Iterator[Call]:
     yield "adam_apply", adam_case(**of)
     yield "step_apply", step_apply_case(**of)
     yield "lamb_apply", lamb_apply_case(**of)
-    yield "adopt", flat.adopt_case(300, 4, 0, 256, 7, 3, 1)
+    yield "activity_update", flat.activity_update_case(300, 4, 0, 256, 7, 3, 1)
 
 
 def _stepping_more() -> Iterator[Call]:
@@ -125,7 +125,7 @@ def _stepping_more() -> Iterator[Call]:
         for source in Source:
             yield "amsgrad_apply", amsgrad_case(**of, source=source)
     yield "amsgrad_apply", amsgrad_case(**AT, source=Source.SIGNS, steps=False)
-    yield "adopt", flat.adopt_case(300, 4, 0, 256, 7, 3, 3)
+    yield "activity_update", flat.activity_update_case(300, 4, 0, 256, 7, 3, 3)
 
 
 def _merging() -> Iterator[Call]:
@@ -164,7 +164,7 @@ def _of_packets() -> Iterator[Call]:
         which, also = torch.tensor([0, 2, 3]), torch.zeros(1) if sums == 1 else None
         table = torch.ones(6, sums, dtype=torch.float64)
         yield "shard_scale", {"sums": table, "which": which, "to": torch.zeros(1), "also": also, "length": 5000}
-    yield "forget", {"state": torch.ones(100 * 64), "words": torch.ones(50, dtype=torch.bool), "first": 3}
+    yield "clear_words", {"state": torch.ones(100 * 64), "words": torch.ones(50, dtype=torch.bool), "first": 3}
     packets = guarded(random_bytes(4, 32 + 8 * 300, generator=generator(3)))
     of = {"status": torch.zeros(STATUS_WORDS, dtype=torch.int64), "step": 5, "bucket": 2, "flags": 0, "layout": 77}
     yield "packet_seal", {"packets": packets, **of, "sender": 1}

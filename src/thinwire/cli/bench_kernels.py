@@ -13,7 +13,7 @@ from torch import Tensor
 
 from thinwire.compressors.codecs.count_sketch import CountSketch
 from thinwire.kernels import native, reference
-from thinwire.kernels.modes import Output, Say, Source
+from thinwire.kernels.modes import MarkovMode, Output, Source
 from thinwire.kernels.ops import BACKENDS
 from thinwire.transport.packet import HEADER_BYTES
 
@@ -156,7 +156,7 @@ def _sign_cases(grad: Tensor) -> list[_Case]:
 
     def encode(memory_dtype: torch.dtype) -> Callable[[], object]:
         c = torch.zeros(elements, dtype=memory_dtype)
-        known = {"sent_scales": scales, "heard_scales": scales, "sums": sums}
+        known = {"sent_scales": scales, "answer_scales": scales, "sums": sums}
         rule = {"beta": 0.9, "weight": 0.1, "scale": 1.0, "shift": 0}
         return lambda: kernels.sign_encode(runs, grad, c, heard, packets, **known, **rule)
 
@@ -233,7 +233,7 @@ def _markov_cases(grad: Tensor) -> list[_Case]:
     def encode(momentum: Tensor | None) -> Callable[[], object]:
         known = torch.zeros(elements)
         words = (said, busy, active, active)
-        rule = {"beta": 0.9, "weight": 0.1, "scale": 1.0, "shift": 0, "mode": Say.ORDINARY}
+        rule = {"beta": 0.9, "weight": 0.1, "scale": 1.0, "shift": 0, "mode": MarkovMode.ORDINARY}
         return lambda: kernels.markov_encode(
             runs, grad, momentum, known, *words, packets, sent_scales=scales, sums=sums, **rule
         )

@@ -20,7 +20,7 @@ from thinwire.compressors._packets import OwnedRuns, SignPackets, payload_of
 from thinwire.compressors.codecs import Codec, Projection
 from thinwire.compressors.codecs.sign import Sign, add_signs
 from thinwire.errors import CorruptPacket
-from thinwire.kernels.modes import Say, Scale
+from thinwire.kernels.modes import MarkovMode, Scale
 from thinwire.kernels.ops import Kernels
 from thinwire.transport.buffers import WORD_BYTES, Frame, PacketBuffers, Part
 from thinwire.transport.layout import WORD, Bucket, Layout
@@ -180,7 +180,7 @@ class MarkovSign:
         self.signed_now = torch.zeros(layout.size // WORD, dtype=torch.int64, device=layout.device)
         """The same for the message that is under way or was just read."""
         self.answer_scales = torch.zeros(layout.shards, dtype=torch.float32, device=layout.device)
-        self._mode = Say.ORDINARY
+        self._mode = MarkovMode.ORDINARY
         self._owner_sums = [
             torch.zeros(len(table), 3, dtype=torch.float64, device=layout.device) for table in self._owned.tables
         ]
@@ -194,7 +194,7 @@ class MarkovSign:
 
     def begin_step(self, *, activation: bool) -> None:
         """Begin an ordinary exchange, or an activation round, to be followed by `activate` or `abandon`."""
-        self._mode = Say.ACTIVATION if activation else Say.ORDINARY
+        self._mode = MarkovMode.ACTIVATION if activation else MarkovMode.ORDINARY
 
     def activate(self, *, has_momentum: bool) -> None:
         """Read the activation bits. The next exchange sends what the activation round did not.
@@ -204,7 +204,7 @@ class MarkovSign:
         """
         self.read_answers()
         self.update_activity()
-        self._mode = Say.ORDINARY if has_momentum else Say.RECALL
+        self._mode = MarkovMode.ORDINARY if has_momentum else MarkovMode.REPLAY
 
     def abandon(self) -> None:
         """Read the activation bits, and discard what was to be sent."""
@@ -255,7 +255,7 @@ class MarkovSign:
         nonzero = bits.unpack(self._nonzero_of(answer, bucket), bucket.shard_words)
         self.signed_now[words] = torch.where(nonzero, self.active[words], 0)
         fallen_quiet = ~nonzero & (self.signed_before[words] != 0)
-        self._kernels.forget(self.mean, fallen_quiet, first=first - bucket.shift_of(self._owned.shards) // WORD)
+        self._kernels.clear_words(self.mean, fallen_quiet, first=first - bucket.shift_of(self._owned.shards) // WORD)
         self._kernels.markov_merge(
             self._owned.tables[bucket.index],
             frame.received,
@@ -279,10 +279,10 @@ class MarkovSign:
             nonzero = bits.unpack(self._nonzero_of(frame.answers, bucket), bucket.shard_words).flatten()
             self.signed_now[words] = torch.where(nonzero, self.active[words], 0)
             fallen_quiet = ~nonzero & (self.signed_before[words] != 0)
-            self._kernels.forget(self.followed, fallen_quiet, first=bucket.first_word)
+            self._kernels.clear_words(self.followed, fallen_quiet, first=bucket.first_word)
             own = bucket.own_start // WORD - bucket.first_word
             of_own = fallen_quiet[own : own + bucket.slice_elements // WORD]
-            self._kernels.forget(self.known, of_own, first=(bucket.own_start - bucket.state_shift) // WORD)
+            self._kernels.clear_words(self.known, of_own, first=(bucket.own_start - bucket.state_shift) // WORD)
 
     def follow(self, part: Part) -> None:
         """Add the answer to `followed` for a part of a parameter that takes no step by it."""

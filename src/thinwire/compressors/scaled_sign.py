@@ -79,7 +79,7 @@ class ScaledSign:
             self.answer,
             self._packets.buffers.sent,
             sent_scales=self.sent_scales,
-            heard_scales=self.answer_scales,
+            answer_scales=self.answer_scales,
             sums=self._packets.sums[part.index],
             beta=beta,
             weight=weight,

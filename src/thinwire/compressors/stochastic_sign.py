@@ -121,7 +121,7 @@ class StochasticSign:
     def update_activity(self) -> None:
         """Update the activation map from the answers."""
         for frame in self._frames:
-            self._kernels.adopt(
+            self._kernels.activity_update(
                 self.active,
                 first_word=frame.bucket.first_word,
                 shard_words=frame.bucket.shard_words,

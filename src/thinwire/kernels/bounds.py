@@ -1,8 +1,8 @@
-"""How memory is checked before a kernel touches it.
+"""Checks of memory before a kernel accesses it.
 
-Native and Triton kernels take raw memory. A tensor of another dtype or device, or one that is shorter than its runs
-say, would be a heap corruption there, and one whose values torch negates when it reads them (its negative bit) would be
-read wrongly. `arguments` says what each kernel needs.
+Native and Triton kernels take raw pointers. A tensor of another dtype or device, or one shorter than its runs require,
+would corrupt the heap. One whose values torch negates on reading (its negative bit) would be read wrongly. `arguments`
+defines what each kernel requires.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ I32, I64, U8, BOOL = torch.int32, torch.int64, torch.uint8, torch.bool
 DTypes = tuple[torch.dtype, ...]
 GRADIENTS: DTypes = (F32, BF16, F16)
 STATES: DTypes = (F32, BF16)
-"""What memories, averages, and rows of floats can be."""
+"""Dtypes of states and of rows of floats."""
 LOW: DTypes = (BF16, F16)
-"""What a parameter that has a master can be."""
+"""Dtypes of a parameter that has a master."""
 
 Device = torch.device | None
-"""Where tensors must be. None is the CPU, which is checked faster."""
+"""The device of all tensors. None is the CPU, which is faster to check."""
 
 WORD = 64
 _RUN_FIELDS = ("element", "in_param", "count", "byte", "plane_bytes", "shard")
@@ -34,7 +34,7 @@ _NOWHERE = 1 << 62
 
 
 def words_of(count: int) -> int:
-    """How many words the bits of so many elements take."""
+    """The number of words for the bits of `count` elements."""
     return -(-count // WORD)
 
 
@@ -42,9 +42,9 @@ def words_of(count: int) -> int:
 
 
 class Bounds:
-    """How far the runs of a table reach.
+    """The lengths that tensors need for the runs of a table.
 
-    A run without elements reaches nowhere, except that kernels read the scale of its shard.
+    A run without elements needs none, but kernels read the scale of its shard.
     """
 
     __slots__ = (
@@ -89,7 +89,7 @@ class Bounds:
         self.words = self.whole // WORD
 
     def bits(self, planes: int = 1) -> int:
-        """Where so many planes of bits end in a packet."""
+        """Where `planes` planes of bits end in a packet."""
         if planes not in self._bits:
             ends = [byte + (planes - 1) * apart + 8 * words_of(n) for _, _, n, byte, apart, _ in self._rows if n]
             self._bits[planes] = max(ends, default=0)
@@ -97,7 +97,7 @@ class Bounds:
 
 
 class Ranges:
-    """How far the ranges of a selection reach, and how many elements they have."""
+    """Where the ranges of a selection end, and how many elements they have."""
 
     __slots__ = ("elements", "end", "pointer", "version")
 
@@ -183,9 +183,9 @@ def need_one_of(kernel: str, name: str, tensor: Tensor, dtypes: DTypes, length: 
 
 
 def need_dense(kernel: str, name: str, tensor: Tensor, dtypes: DTypes, length: int, device: Device) -> None:
-    """The same for a parameter or a gradient, which is walked in the order of its memory.
+    """The same for a parameter or a gradient, which is read in the order of its memory.
 
-    Its owner can have freed the memory, as FSDP does with parameters that it has sharded.
+    The memory can have been freed: FSDP frees that of sharded parameters.
     """
     if (
         tensor.dtype not in dtypes
@@ -213,13 +213,13 @@ def need_rows(kernel: str, name: str, tensor: Tensor, dtypes: DTypes, rows: int,
 
 
 def need_number(kernel: str, name: str, value: int, low: int, high: int) -> None:
-    """Check an integer in `[low, high]`, which kernels take places from."""
+    """Check an integer in `[low, high]` from which kernels compute addresses."""
     if not low <= value <= high:
         raise ValueError(f"{kernel}: {name}={value}: expected an integer from {low} to {high}")
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill a piece of memory, each place once, in whatever order of the dimensions."""
+    """Whether the elements fill a block of memory without gaps or overlaps, in any order of the dimensions."""
     filled = 1
     for stride, size in sorted(
         (tensor.stride(i), tensor.shape[i]) for i in range(tensor.dim()) if tensor.shape[i] != 1
@@ -241,7 +241,7 @@ def refuse(
     dense: bool = False,
     rows: int | None = None,
 ) -> NoReturn:
-    """Raise what `need` and its like do, naming the argument, what it is, and what is expected."""
+    """Raise the error of `need` and its variants: it names the argument, what it is, and what is expected."""
     is_ = f"{kernel}: {name} is {tensor.dtype} of shape {tuple(tensor.shape)} and stride {tensor.stride()}"
     is_ += f" on {tensor.device}"
     if tensor.is_neg():
@@ -256,9 +256,9 @@ def refuse(
     raise (ValueError if tensor.dtype in dtypes else TypeError)(f"{is_}: {wanted}")
 
 
-def refuse_indices(indices: Tensor, first: int, count: int) -> NoReturn:
-    """Raise what `sparse_amsgrad` does when an element that was chosen is outside of the parameter."""
-    low, high = int(indices.min()), int(indices.max())
+def refuse_indices(x: Tensor, indices: Tensor, first: int) -> NoReturn:
+    """Raise the error of `sparse_amsgrad` for a selected element outside of the parameter."""
+    low, high, count = int(indices.min()), int(indices.max()), x.numel()
     raise ValueError(
         f"sparse_amsgrad: indices are elements from {low} to {high}: expected those of the parameter, from {first} "
         f"to {first + count - 1}"

@@ -1,4 +1,4 @@
-"""What some kernels are told to do; numbers are as csrc/thinwire.h counts them."""
+"""Modes of some kernels; the numbers are those of csrc/kernels.def."""
 
 from __future__ import annotations
 
@@ -13,38 +13,39 @@ Scale = float | Tensor
 
 
 LARGEST = torch.finfo(torch.float32).max
-"""What a gradient may be at most where nobody squares it."""
+"""The limit of a gradient that is not squared."""
 
 
 @dataclass
 class Gate:
-    """Which parameters take a step, where only the device knows; kernels that find theirs closed write nothing."""
+    """Which parameters take a step, where only the device knows. A kernel whose gate is closed writes nothing."""
 
     open: Tensor
-    """int32, one a parameter."""
+    """int32, one per parameter."""
     parameter: int = 0
-    """Whose turn it is: changed between one kernel and the next, by the host that starts them."""
+    """Index of the parameter that the next kernel moves; the host changes it between launches."""
 
 
-class Say(enum.IntEnum):
-    """What `markov_encode` says."""
+class MarkovMode(enum.IntEnum):
+    """What `markov_encode` sends."""
 
     ORDINARY = 0
-    """The difference between a gradient, or a momentum, and what is known of it."""
+    """The difference between a gradient, or a momentum, and what the other ranks know of it."""
     ACTIVATION = 1
-    """Hellos only; a gradient is kept, to be said in a RECALL."""
-    RECALL = 2
+    """Activation bits only; the gradient is kept for a REPLAY."""
+    REPLAY = 2
+    """The gradient that an ACTIVATION kept."""
 
 
 class Source(enum.IntEnum):
-    """Where `amsgrad_apply` has its gradient from."""
+    """Where `amsgrad_apply` takes its gradient from."""
 
-    HELD = 0
-    """A memory."""
+    STATE = 0
+    """A state."""
     SIGNS = 1
-    """A memory, to which an answer's signs are added first."""
+    """A state, to which the signs of an answer are added first."""
     FLOATS = 2
-    """An answer's floats."""
+    """The floats of an answer."""
 
 
 class Output(enum.IntEnum):

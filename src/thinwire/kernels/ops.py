@@ -1,6 +1,6 @@
-"""Which kernels run where.
+"""Which kernels run on which device.
 
-Two environment variables override the choice, for tests and for reports of trouble: `THINWIRE_KERNELS=reference`,
+Two environment variables override the choice, for tests and bug reports: `THINWIRE_KERNELS=reference`,
 `native` or `triton`, and `THINWIRE_ISA=avx512`, `avx2`, `neon` or `plain` for the native ones.
 """
 
@@ -35,7 +35,7 @@ class Kernels:
     vote_bit: Callable[..., None]
     vote_majority: Callable[..., None]
     vote_count: Callable[..., None]
-    adopt: Callable[..., None]
+    activity_update: Callable[..., None]
     birder_apply: Callable[..., None]
     dense_encode: Callable[..., bool | None]
     dense_apply: Callable[..., None]
@@ -62,20 +62,20 @@ class Kernels:
     square_sum: Callable[[Tensor], float | Tensor]
     precondition: Callable[..., None]
     shard_scale: Callable[..., None]
-    forget: Callable[..., None]
+    clear_words: Callable[..., None]
     crc32c: Callable[..., int]
     packet_seal: Callable[..., None]
     packet_check: Callable[..., None]
 
     def any_of(self, rows: Tensor, byte: int, words: int, answer: Tensor, answer_byte: int) -> None:
-        """The *or* of all rows: what a vote is where nobody is known to be active."""
+        """The *or* of all rows: a vote without any active coordinate."""
         self.vote_bit(
             rows, byte, None, first_word=0, words=words, answer=answer, answer_byte=answer_byte, key=0, signal=None
         )
 
     def on_device(self, status: Tensor, gate: Gate) -> Kernels:
-        """The same for an optimizer whose host does not wait: what is found is raised in `status`, and steps are taken
-        only by parameters whose gate is open."""
+        """The same for an optimizer whose host does not wait: non-finite gradients raise a flag in `status`, and only
+        parameters whose gate is open take a step."""
         finding = {name: getattr(self, name) for name in FINDING}
         stepping = {name: getattr(self, name) for name in STEPPING}
         if self.name == "triton":
@@ -98,9 +98,9 @@ FINDING = (
     "markov_difference",
     "momentum_sum",
 )
-"""Operations that say True, or on a GPU raise `bad`, when a number is not finite."""
+"""Operations that return True, or on a GPU raise `bad`, when a number is not finite."""
 STEPPING = (
-    "adopt",
+    "activity_update",
     "birder_apply",
     "dense_apply",
     "step_apply",
@@ -109,11 +109,11 @@ STEPPING = (
     "lamb_apply",
     "amsgrad_apply",
 )
-"""Operations that take a step, or not."""
+"""Operations that take a step; on a GPU a gate decides whether they do."""
 
 
 def _raises(operation: Callable[..., bool], status: Tensor) -> Callable[..., None]:
-    """An operation of a backend on the host, as one on a device would be."""
+    """An operation of a host backend with the interface of a device backend."""
 
     def raising(*args: Any, **kwargs: Any) -> None:
         if operation(*args, **kwargs):
@@ -123,14 +123,14 @@ def _raises(operation: Callable[..., bool], status: Tensor) -> Callable[..., Non
 
 
 def _gated(operation: Callable[..., Any], gate: Gate, name: str) -> Callable[..., Any]:
-    """The same for one that steps."""
+    """The same for an operation of `STEPPING`."""
 
     def gated(*args: Any, **kwargs: Any) -> Any:
         if bool(gate.open[gate.parameter]):
             return operation(*args, **kwargs)
         if name == "amsgrad_apply":
             runs, _, *rest = args
-            return operation(runs, None, *rest, **kwargs)  # what is told of a gradient is heard all the same
+            return operation(runs, None, *rest, **kwargs)  # the gradient follows the answer even if no step is taken
         return None
 
     return gated
@@ -139,8 +139,8 @@ def _gated(operation: Callable[..., Any], gate: Gate, name: str) -> Callable[...
 OPERATIONS = tuple(field.name for field in dataclasses.fields(Kernels) if field.name != "name")
 
 _LEFT_TO_TORCH = ("crc32c", "top_k", "sparse_add", "sparse_amsgrad", "sketch_add", "sketch_estimate", "sketch_top_k")
-"""Operations of which there is no Triton kernel: what they do to few elements, or in an order that only one thread
-keeps, torch does too. `crc32c` is the host's; a device checks packets by `packet_check`."""
+"""Operations without a Triton kernel. They touch few elements, or need a sequential order, which torch does as well.
+`crc32c` runs on the host; a device checks packets by `packet_check`."""
 BACKENDS_OF = {
     "reference": dict.fromkeys(OPERATIONS, "reference"),
     "native": dict.fromkeys(OPERATIONS, "native"),
@@ -149,17 +149,22 @@ BACKENDS_OF = {
 """The one table: which module has the kernel of each operation, for every backend."""
 
 
+def _functions_of(backend: str) -> Mapping[str, Callable[..., Any]]:
+    if backend == "native":
+        return native.KERNELS
+    return vars(importlib.import_module(f"thinwire.kernels.{backend}"))
+
+
 class _Backends(Mapping[str, Kernels]):
-    """The backends by name, each imported when it is asked for: without a GPU nobody needs Triton."""
+    """The backends by name. Each is imported on first use: Triton is needed only with a GPU."""
 
     def __init__(self) -> None:
         self._made: dict[str, Kernels] = {}
 
     def __getitem__(self, name: str) -> Kernels:
         if name not in self._made:
-            modules = {of: importlib.import_module(f"thinwire.kernels.{of}") for of in {*BACKENDS_OF[name].values()}}
-            kernels = {operation: getattr(modules[of], operation) for operation, of in BACKENDS_OF[name].items()}
-            self._made[name] = Kernels(name, **kernels)
+            functions = {of: _functions_of(of) for of in {*BACKENDS_OF[name].values()}}
+            self._made[name] = Kernels(name, **{one: functions[of][one] for one, of in BACKENDS_OF[name].items()})
         return self._made[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -176,13 +181,13 @@ _NO_COMPILER = (
     "Install a C++ compiler (Debian: apt-get install g++) and then thinwire again.",
 )
 _OLDEST_TRITON = (3, 6)
-"""Those before it have no tuples in kernels, or flush subnormal numbers: other bits."""
+"""Older ones lack tuples in kernels, or flush subnormal numbers, which changes bits."""
 _NO_TRITON = (
     "Triton 3.6 or newer is not installed, and thinwire runs its torch reference on this GPU: it waits for the GPU "
     "many times a step, and is many times slower. ",
     "Install a torch that brings it (2.10 or newer), or thinwire with the extra 'gpu'.",
 )
-_said: set[str] = set()
+_warned: set[str] = set()
 
 
 def backend(device: torch.device) -> Kernels:
@@ -205,7 +210,7 @@ def _for_cpu(wanted: str) -> str:
     if wanted in ("", "native") and not native.available():
         if wanted:
             raise RuntimeError(f"THINWIRE_KERNELS=native, but {native.PATH} does not exist. {_NO_COMPILER[1]}")
-        _say_once(*_NO_COMPILER)
+        _warn_once(*_NO_COMPILER)
         return "reference"
     return wanted or "native"
 
@@ -216,7 +221,7 @@ def _for_cuda(wanted: str) -> str:
     if wanted != "reference" and _triton_version() < _OLDEST_TRITON:
         if wanted:
             raise RuntimeError(f"THINWIRE_KERNELS=triton, but Triton 3.6 or newer is not installed. {_NO_TRITON[1]}")
-        _say_once(*_NO_TRITON)
+        _warn_once(*_NO_TRITON)
         return "reference"
     return wanted or "triton"
 
@@ -230,7 +235,7 @@ def _triton_version() -> tuple[int, ...]:
     return int(major), int(minor)
 
 
-def _say_once(*what: str) -> None:
-    if what[0] not in _said:
-        _said.add(what[0])
+def _warn_once(*what: str) -> None:
+    if what[0] not in _warned:
+        _warned.add(what[0])
         warnings.warn("".join(what), RuntimeWarning, stacklevel=4)

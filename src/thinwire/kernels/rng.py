@@ -1,7 +1,7 @@
-"""Random numbers that depend on what they are for, not on who draws them first.
+"""Random numbers that depend on what they are for, not on the order of draws.
 
 Every number is a hash of a key (seed, stream, step, worker) and a counter (the element's index in the flat space), so
-threads, buckets, overlap and restarts cannot change a single bit. docs/protocol.md has the definition.
+threads, buckets, overlap and restarts change no bit. docs/protocol.md has the definition.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def worker_key(seed: int, step: int, worker: int) -> int:
 
 
 def owner_key(seed: int, step: int) -> int:
-    """The key under which shard owners draw at `step`; the same for all, because elements tell the draws apart."""
+    """The key under which shard owners draw at `step`; all owners share it, as elements differ."""
     return key(seed, OWNER_STREAM, step)
 
 
@@ -52,7 +52,7 @@ def hash_coefficient(seed: int, row: int, power: int) -> int:
 
 
 def draw(key: int, counters: Tensor) -> Tensor:
-    """32 random bits a counter, as int64 in [0, 2**32)."""
+    """32 random bits per counter, as int64 in [0, 2**32)."""
     out = torch.empty_like(counters)
     high = counters >> 32
     for block in high.unique().tolist():
@@ -75,6 +75,6 @@ def _mix(x: Tensor, key_low: int, key_high: int) -> Tensor:
 
 
 def uniform(key: int, counters: Tensor) -> Tensor:
-    """float32 in [-1, 1) with 24 bits, one a counter."""
+    """float32 in [-1, 1) with 24 bits, one per counter."""
     signed = (draw(key, counters) ^ 0x80000000) - 0x80000000
     return (signed >> 8).to(torch.float32) * 2.0**-23

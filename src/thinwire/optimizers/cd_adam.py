@@ -275,7 +275,7 @@ class CDAdamRule(UpdateRule):
                 rate=lr * correction(beta1, updates),
                 correction=root_correction(beta2, updates),
                 decay=1.0 - lr * group["weight_decay"],
-                source=Source.FLOATS if markov is None else Source.HELD if signs is None else Source.SIGNS,
+                source=Source.FLOATS if markov is None else Source.STATE if signs is None else Source.SIGNS,
             )
 
     def after_apply(self) -> None:

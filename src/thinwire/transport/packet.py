@@ -6,14 +6,14 @@ network card, a cable or memory has changed: TCP's own checksum misses one such 
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from thinwire.errors import CorruptPacket
-from thinwire.kernels.header import ABSENT, CHECKED, CHECKSUM_FORMAT, FIELDS_FORMAT, HEARD, MAGIC, VERSION, Status
+from thinwire.kernels import header
+from thinwire.kernels.header import ABSENT, CHECKED, CHECKSUM, REFUSED_BY_PEER, Status
 from thinwire.kernels.header import ACTIVATION as ACTIVATION
 from thinwire.kernels.header import HEADER_BYTES as HEADER_BYTES
 from thinwire.kernels.header import NONFINITE as NONFINITE
@@ -21,9 +21,6 @@ from thinwire.kernels.header import REFUSED as REFUSED
 from thinwire.kernels.header import SYNCHRONIZE as SYNCHRONIZE
 from thinwire.kernels.ops import Kernels
 from thinwire.transport.memory import memory_of
-
-_CHECKSUM = struct.Struct(CHECKSUM_FORMAT)
-_REST = struct.Struct(FIELDS_FORMAT)
 
 _HINTS = {
     "checksum": ": the packet was changed on its way. Look for a faulty cable, network card or memory",
@@ -41,7 +38,7 @@ class Packet:
 
     def __init__(self, row: Tensor) -> None:
         self.memory = memory_of(row)
-        self.body = row[_CHECKSUM.size :]
+        self.body = row[CHECKSUM.size :]
         """What the checksum covers."""
 
 
@@ -58,9 +55,8 @@ class Header:
 
     def seal(self, packet: Packet, kernels: Kernels) -> None:
         """Write the header and the checksum of a packet."""
-        fields = (MAGIC, VERSION, self.flags, self.sender, self.step, self.bucket, self.length, self.layout)
-        _REST.pack_into(packet.memory, _CHECKSUM.size, *fields)
-        _CHECKSUM.pack_into(packet.memory, 0, kernels.crc32c(packet.body))
+        header.write(packet.memory, **vars(self))
+        CHECKSUM.pack_into(packet.memory, 0, kernels.crc32c(packet.body))
 
     def check(self, packet: Packet, kernels: Kernels) -> int:
         """Compare the header of a received packet with this one, except NONFINITE and REFUSED.
@@ -71,15 +67,9 @@ class Header:
         Raises:
             CorruptPacket: naming the first field that differs.
         """
-        (checksum,) = _CHECKSUM.unpack_from(packet.memory)
-        magic, version, flags, *fields = _REST.unpack_from(packet.memory, _CHECKSUM.size)
-        received = (checksum, magic, version, *fields, flags & ACTIVATION, flags & SYNCHRONIZE)
-        own = (self.sender, self.step, self.bucket, self.length, self.layout)
-        due = (kernels.crc32c(packet.body), MAGIC, VERSION, *own)
-        wanted = (*due, self.flags & ACTIVATION, self.flags & SYNCHRONIZE)
-        for name, got, want in zip(CHECKED, received, wanted, strict=True):
-            if got != want:
-                raise _unexpected(self.sender, self.step, self.bucket, name, got, want)
+        code, got, want, flags = header.compare(packet.memory, kernels.crc32c(packet.body), **vars(self))
+        if code:
+            raise _unexpected(self.sender, self.step, self.bucket, CHECKED[code - 1], got, want)
         return flags
 
 
@@ -128,7 +118,7 @@ def refusal_in(status: Sequence[int]) -> CorruptPacket | None:
     if not code:
         return None
     sender, step, bucket = status[Status.SENDER], status[Status.STEP], status[Status.BUCKET]
-    if code == HEARD:
+    if code == REFUSED_BY_PEER:
         return refused_by(sender, step)
     if code == ABSENT:
         return CorruptPacket(

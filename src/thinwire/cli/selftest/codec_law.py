@@ -12,7 +12,7 @@ from thinwire.cli.selftest.site import CPU, Findings, Site
 from thinwire.compressors.codecs import Codec
 from thinwire.compressors.codecs.dense import Floats
 from thinwire.compressors.codecs.topk import TopK
-from thinwire.kernels.modes import Say
+from thinwire.kernels.modes import MarkovMode
 from thinwire.kernels.ops import Kernels
 from thinwire.transport.layout import WORD
 
@@ -79,7 +79,7 @@ def _signs_catch_up(site: Site, findings: Findings, kernels: Kernels) -> None:
             heard,
             packets,
             sent_scales=sent_scales,
-            heard_scales=heard_scales,
+            answer_scales=heard_scales,
             sums=sums,
             beta=0.0,
             weight=1.0,
@@ -124,7 +124,7 @@ def _changes_add_up(site: Site, findings: Findings, kernels: Kernels) -> None:
             weight=1.0,
             scale=1.0,
             shift=0,
-            mode=Say.ORDINARY,
+            mode=MarkovMode.ORDINARY,
         )
         change = meant - told
         bits = _bits(packets)[:_LENGTH]

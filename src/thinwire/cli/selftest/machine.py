@@ -14,14 +14,13 @@ from torch.cuda import nccl
 import thinwire
 from thinwire.cli.selftest.site import CPU
 from thinwire.kernels import native, ops
-from thinwire.kernels.native.library import lib
 
 
 def describe(device_type: str, ranks: int) -> dict[str, str]:
     """By name."""
     facts = {
         "thinwire": thinwire.__version__,
-        "native kernels": f"{native.isa()}, ABI {lib().thinwire_abi()}" if native.available() else "none",
+        "native kernels": native.isa() if native.available() else "none",
         f"kernels for {device_type}": _chosen(torch.device(device_type)),
         "torch": str(torch.__version__),
         "Triton": _version("triton"),

@@ -18,7 +18,7 @@ from thinwire.cli.charlm import CharTransformer, ModelShape
 from thinwire.cli.registry import OPTIMIZERS, Entry
 from thinwire.cli.selftest.site import Site
 from thinwire.kernels import ops
-from thinwire.kernels.modes import Say, Source
+from thinwire.kernels.modes import MarkovMode, Source
 from thinwire.transport.layout import WORD
 from thinwire.transport.packet import HEADER_BYTES
 
@@ -159,7 +159,7 @@ def _sign_cases(site: Site, gradient: Tensor) -> list[_Case]:
     sums = torch.zeros(1, 1, dtype=torch.float64, device=site.device)
 
     def encode() -> None:
-        known = {"sent_scales": scales, "heard_scales": scales, "sums": sums}
+        known = {"sent_scales": scales, "answer_scales": scales, "sums": sums}
         table.sign_encode(runs, gradient, c, heard, packet, **known, beta=0.9, weight=0.1, scale=1.0, shift=0)
 
     def merge() -> None:
@@ -186,7 +186,7 @@ def _markov_cases(site: Site, gradient: Tensor) -> list[_Case]:
     scales, sums = torch.ones(1, device=site.device), torch.zeros(1, 3, dtype=torch.float64, device=site.device)
 
     def encode() -> None:
-        rule = {"beta": 0.9, "weight": 0.1, "scale": 1.0, "shift": 0, "mode": Say.ORDINARY}
+        rule = {"beta": 0.9, "weight": 0.1, "scale": 1.0, "shift": 0, "mode": MarkovMode.ORDINARY}
         words = (said, busy, active, active)
         table.markov_encode(runs, gradient, None, known, *words, packet, sent_scales=scales, sums=sums, **rule)
 

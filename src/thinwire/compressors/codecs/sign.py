@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from thinwire.compressors.codecs import Projection
-from thinwire.kernels.modes import Say, Source
+from thinwire.kernels.modes import MarkovMode, Source
 from thinwire.kernels.ops import Kernels
 from thinwire.transport.layout import WORD
 from thinwire.transport.memory import HOST
@@ -71,7 +71,7 @@ class Sign(Projection):
             weight=1.0,
             scale=1.0,
             shift=0,
-            mode=Say.ORDINARY,
+            mode=MarkovMode.ORDINARY,
         )
         self.scales_of(packet, length).fill_(float(sums[0, 0]) / max(length, 1))
 

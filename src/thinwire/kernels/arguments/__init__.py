@@ -1,7 +1,7 @@
-"""What each kernel needs of its tensors: one function per kernel, which native and Triton launchers call first.
+"""What each kernel requires of its tensors: one function per kernel, called before native and Triton kernels.
 
-`device` is where all tensors must be; None is the CPU. Functions of kernels that walk runs return the bounds of these.
-See `thinwire.kernels.bounds` for what is raised, and the reference for what the arguments mean.
+Its parameters are some of the kernel's, and `device`, where all tensors must be; None is the CPU. Functions of kernels
+with runs return their bounds. `thinwire.kernels.bounds` defines the errors, the reference what the arguments mean.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from thinwire.kernels.arguments.amsgrad import amsgrad_apply, momentum_sum, sparse_amsgrad
 from thinwire.kernels.arguments.birder import (
     activity_refresh,
-    adopt,
+    activity_update,
     birder_apply,
     birder_direction,
     birder_encode,
@@ -29,8 +29,8 @@ from thinwire.kernels.arguments.floats import (
     square_sum,
     step_apply,
 )
-from thinwire.kernels.arguments.packets import crc32c, forget, sealed, sent, shard_scale
-from thinwire.kernels.arguments.selections import sketch, sketch_top_k, sparse_add, top_k
+from thinwire.kernels.arguments.packets import clear_words, crc32c, sealed, sent, shard_scale
+from thinwire.kernels.arguments.selections import sketch_add, sketch_estimate, sketch_top_k, sparse_add, top_k
 from thinwire.kernels.arguments.signs import (
     given,
     markov_difference,
@@ -44,16 +44,16 @@ from thinwire.kernels.arguments.signs import (
 
 __all__ = [
     "activity_refresh",
+    "activity_update",
     "adam_apply",
-    "adopt",
     "amsgrad_apply",
     "birder_apply",
     "birder_direction",
     "birder_encode",
+    "clear_words",
     "crc32c",
     "dense_apply",
     "dense_encode",
-    "forget",
     "given",
     "lamb_apply",
     "lamb_measure",
@@ -71,7 +71,8 @@ __all__ = [
     "sign_apply",
     "sign_encode",
     "sign_merge",
-    "sketch",
+    "sketch_add",
+    "sketch_estimate",
     "sketch_top_k",
     "sparse_add",
     "sparse_amsgrad",

@@ -8,18 +8,18 @@ from thinwire.kernels.bounds import F32, LOW, U8, Bounds, Device, need_dense
 
 MAX_PLANES = 32
 MAX_WORDS = 2**57
-"""So that their elements and bytes still have 64 bits."""
+"""Their elements and bytes are still counted in 64 bits."""
 FLOAT32, BYTES = (F32,), (U8,)
 
 
 def shifted(kernel: str, bounds: Bounds, shift: int) -> None:
-    """States that begin at the element `shift` of the flat space have all elements of the runs."""
+    """Check that states that begin at the flat element `shift` have all elements of the runs."""
     if bounds.first < shift:
         raise ValueError(f"{kernel}: shift={shift}: expected at most {bounds.first}, the first element of its runs")
 
 
 def parameter(kernel: str, bounds: Bounds, x: Tensor, low: Tensor | None, device: Device) -> None:
-    """A parameter, or a master and its parameter."""
+    """Check a parameter, or a master and its parameter."""
     need_dense(kernel, "x", x, FLOAT32, bounds.param, device)
     if low is not None:
         need_dense(kernel, "low", low, LOW, bounds.param, device)
@@ -27,20 +27,20 @@ def parameter(kernel: str, bounds: Bounds, x: Tensor, low: Tensor | None, device
 
 
 def same_order(kernel: str, name: str, tensor: Tensor, x: Tensor) -> None:
-    """Both are walked together, so that another order of dimensions in memory would pair other elements."""
+    """Check that both have the same order of dimensions in memory: otherwise the wrong elements would be paired."""
     if tensor.stride() != x.stride() and not (tensor.is_contiguous() and x.is_contiguous()):
         raise ValueError(f"{kernel}: {name} has the stride {tensor.stride()}: expected that of x, {x.stride()}")
 
 
 def given(kernel: str, name: str, tensor: Tensor | None) -> Tensor:
-    """A tensor that some uses of a kernel do without, and this one does not."""
+    """A tensor that is optional in general, but not in this mode."""
     if tensor is None:
-        raise TypeError(f"{kernel}: {name} is None: expected a tensor, for what is asked of it")
+        raise TypeError(f"{kernel}: {name} is None: expected a tensor in this mode")
     return tensor
 
 
 def anchored(kernel: str, bounds: Bounds, anchor: Tensor | None, x: Tensor, device: Device) -> None:
-    """An anchor, if there is one, which is walked with `x`."""
+    """Check an anchor, if there is one: it has the order of `x`."""
     if anchor is not None:
         need_dense(kernel, "anchor", anchor, FLOAT32, bounds.param, device)
         same_order(kernel, "anchor", anchor, x)

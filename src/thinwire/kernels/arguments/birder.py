@@ -59,8 +59,8 @@ def birder_direction(
     return bounds
 
 
-def _called(kernel: str, shard_words: int, period: int, phase: int) -> int:
-    """How many words of a shard a roll call has, at most."""
+def _refreshed(kernel: str, shard_words: int, period: int, phase: int) -> int:
+    """The largest number of words of a shard that an activity refresh has."""
     need_number(kernel, "shard_words", shard_words, 0, MAX_WORDS)
     need_number(kernel, "period", period, 1, MAX_WORDS)
     need_number(kernel, "phase", phase, 0, period - 1)
@@ -80,7 +80,7 @@ def activity_refresh(
     device: Device = None,
 ) -> None:
     """Check the tensors of `activity_refresh`."""
-    called = _called("activity_refresh", shard_words, period, phase)
+    refreshed = _refreshed("activity_refresh", shard_words, period, phase)
     for name, value in (("first_word", first_word), ("shards", shards), ("offset", offset)):
         need_number("activity_refresh", name, value, 0, MAX_WORDS)
     end = first_word + shards * shard_words
@@ -89,7 +89,7 @@ def activity_refresh(
     if first < end:
         need_number("activity_refresh", "shift", shift, 0, WORD * first)
     need_one_of("activity_refresh", "state", state, STATES, WORD * (last + 1) - shift if first < end else 0, device)
-    need_rows("activity_refresh", "packets", packets, BYTES, shards, offset + 8 * called, device)
+    need_rows("activity_refresh", "packets", packets, BYTES, shards, offset + 8 * refreshed, device)
 
 
 def _votes(
@@ -164,7 +164,7 @@ def vote_count(
     _votes("vote_count", rows, byte, active, first_word, words, answer, answer_byte, planes, signal, device)
 
 
-def adopt(
+def activity_update(
     active: Tensor,
     first_word: int,
     shard_words: int,
@@ -175,13 +175,13 @@ def adopt(
     phase: int,
     device: Device = None,
 ) -> None:
-    """Check the tensors of `adopt`."""
-    called = _called("adopt", shard_words, period, phase)
-    need_number("adopt", "first_word", first_word, 0, MAX_WORDS)
-    need_number("adopt", "byte", byte, 0, MAX_WORDS)
-    need_number("adopt", "planes", planes, 0, MAX_PLANES)
-    need_rows("adopt", "answers", answers, BYTES, 0, byte + 8 * (shard_words * planes + called), device)
-    need("adopt", "active", active, I64, first_word + answers.shape[0] * shard_words, device)
+    """Check the tensors of `activity_update`."""
+    refreshed = _refreshed("activity_update", shard_words, period, phase)
+    need_number("activity_update", "first_word", first_word, 0, MAX_WORDS)
+    need_number("activity_update", "byte", byte, 0, MAX_WORDS)
+    need_number("activity_update", "planes", planes, 0, MAX_PLANES)
+    need_rows("activity_update", "answers", answers, BYTES, 0, byte + 8 * (shard_words * planes + refreshed), device)
+    need("activity_update", "active", active, I64, first_word + answers.shape[0] * shard_words, device)
 
 
 def birder_apply(

@@ -130,10 +130,10 @@ def onebit_lamb_measure(
     low: Tensor | None,
     p: Tensor,
     w: Tensor,
-    heard: Tensor,
+    answer_words: Tensor,
     scales: Tensor,
-    before: Tensor,
-    scales_before: Tensor,
+    previous_words: Tensor,
+    previous_scales: Tensor,
     sums: Tensor,
     device: Device = None,
 ) -> Bounds:
@@ -142,9 +142,9 @@ def onebit_lamb_measure(
     parameter("onebit_lamb_measure", bounds, x, low, device)
     for name, tensor in (("p", p), ("w", w)):
         need("onebit_lamb_measure", name, tensor, F32, bounds.elements, device)
-    for name, tensor in (("heard", heard), ("before", before)):
+    for name, tensor in (("answer_words", answer_words), ("previous_words", previous_words)):
         need("onebit_lamb_measure", name, tensor, I64, bounds.words, device)
-    for name, tensor in (("scales", scales), ("scales_before", scales_before)):
+    for name, tensor in (("scales", scales), ("previous_scales", previous_scales)):
         need("onebit_lamb_measure", name, tensor, F32, bounds.shards, device)
     need("onebit_lamb_measure", "sums", sums, F64, 3 * bounds.rows, device)
     return bounds

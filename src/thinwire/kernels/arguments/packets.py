@@ -50,8 +50,8 @@ def shard_scale(sums: Tensor, which: Tensor, to: Tensor, also: Tensor | None, de
         need("shard_scale", "also", also, F32, 1, device)
 
 
-def forget(state: Tensor, words: Tensor, first: int, device: Device = None) -> None:
-    """Check the tensors of `forget`."""
-    need_number("forget", "first", first, 0, MAX_WORDS)
-    need("forget", "words", words, BOOL, 0, device)
-    need_one_of("forget", "state", state, STATES, WORD * (first + words.numel()), device)
+def clear_words(state: Tensor, words: Tensor, first: int, device: Device = None) -> None:
+    """Check the tensors of `clear_words`."""
+    need_number("clear_words", "first", first, 0, MAX_WORDS)
+    need("clear_words", "words", words, BOOL, 0, device)
+    need_one_of("clear_words", "state", state, STATES, WORD * (first + words.numel()), device)

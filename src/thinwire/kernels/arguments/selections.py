@@ -40,8 +40,17 @@ def _sketch(kernel: str, table: Tensor, coefficients: Tensor, device: Device) ->
     need(kernel, "coefficients", coefficients, I64, 4 * table.shape[0], device)
 
 
-def sketch(kernel: str, values: Tensor, table: Tensor, coefficients: Tensor, first: int, device: Device = None) -> None:
-    """Check the tensors of `sketch_add` and `sketch_estimate`, whose name is `kernel`."""
+def sketch_add(values: Tensor, table: Tensor, coefficients: Tensor, first: int, device: Device = None) -> None:
+    """Check the tensors of `sketch_add`."""
+    _sketched("sketch_add", values, table, coefficients, first, device)
+
+
+def sketch_estimate(values: Tensor, table: Tensor, coefficients: Tensor, first: int, device: Device = None) -> None:
+    """Check the tensors of `sketch_estimate`."""
+    _sketched("sketch_estimate", values, table, coefficients, first, device)
+
+
+def _sketched(kernel: str, values: Tensor, table: Tensor, coefficients: Tensor, first: int, device: Device) -> None:
     _sketch(kernel, table, coefficients, device)
     need(kernel, "values", values, F32, 0, device)
     need_number(kernel, "first", first, 0, MAX_SKETCH_ELEMENTS - values.numel())

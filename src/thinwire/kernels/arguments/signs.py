@@ -28,10 +28,10 @@ def sign_encode(
     runs: Tensor,
     grad: Tensor | None,
     c: Tensor,
-    heard: Tensor,
+    answer_words: Tensor,
     packets: Tensor,
     sent_scales: Tensor,
-    heard_scales: Tensor,
+    answer_scales: Tensor,
     sums: Tensor,
     shift: int,
     device: Device = None,
@@ -42,10 +42,10 @@ def sign_encode(
     if grad is not None:
         need_dense("sign_encode", "grad", grad, GRADIENTS, bounds.param, device)
     need_one_of("sign_encode", "c", c, STATES, bounds.elements - shift, device)
-    need("sign_encode", "heard", heard, I64, bounds.words, device)
+    need("sign_encode", "answer_words", answer_words, I64, bounds.words, device)
     need("sign_encode", "packets", packets, U8, bounds.bits(), device)
     need("sign_encode", "sent_scales", sent_scales, F32, bounds.shards, device)
-    need("sign_encode", "heard_scales", heard_scales, F32, bounds.shards, device)
+    need("sign_encode", "answer_scales", answer_scales, F32, bounds.shards, device)
     need("sign_encode", "sums", sums, F64, bounds.rows, device)
     return bounds
 
@@ -76,7 +76,7 @@ def sign_apply(
     x: Tensor,
     low: Tensor | None,
     p: Tensor,
-    heard: Tensor,
+    answer_words: Tensor,
     scales: Tensor,
     anchor: Tensor | None,
     m: Tensor | None,
@@ -87,7 +87,7 @@ def sign_apply(
     parameter("sign_apply", bounds, x, low, device)
     anchored("sign_apply", bounds, anchor, x, device)
     need("sign_apply", "p", p, F32, bounds.elements, device)
-    need("sign_apply", "heard", heard, I64, bounds.words, device)
+    need("sign_apply", "answer_words", answer_words, I64, bounds.words, device)
     need("sign_apply", "scales", scales, F32, bounds.shards, device)
     if m is not None:
         need("sign_apply", "m", m, F32, bounds.elements, device)
@@ -127,9 +127,9 @@ def markov_encode(
     grad: Tensor | None,
     m: Tensor | None,
     known: Tensor,
-    said: Tensor,
-    busy: Tensor,
-    spoke: Tensor,
+    sent_words: Tensor,
+    nonzero: Tensor,
+    sent_mask: Tensor,
     active: Tensor,
     packets: Tensor,
     sent_scales: Tensor,
@@ -142,9 +142,9 @@ def markov_encode(
     shifted("markov_encode", bounds, shift)
     own_words = words_of(bounds.whole - shift)
     _markov("markov_encode", bounds, grad, m, known, shift, device)
-    need("markov_encode", "said", said, I64, own_words, device)
-    need("markov_encode", "busy", busy, U8, own_words, device)
-    need("markov_encode", "spoke", spoke, I64, bounds.words, device)
+    need("markov_encode", "sent_words", sent_words, I64, own_words, device)
+    need("markov_encode", "nonzero", nonzero, U8, own_words, device)
+    need("markov_encode", "sent_mask", sent_mask, I64, bounds.words, device)
     need("markov_encode", "active", active, I64, bounds.words, device)
     need("markov_encode", "packets", packets, U8, bounds.bits(), device)
     need("markov_encode", "sent_scales", sent_scales, F32, bounds.shards, device)

@@ -1,74 +1,76 @@
-"""The kernels in C++, called through ctypes, which lets go of the GIL while they run.
+"""The kernels in C++, called through ctypes, which releases the GIL while they run.
 
-csrc/thinwire.h is the interface. The library picks AVX-512, AVX2, NEON or plain code when it is loaded.
+csrc/kernels.def declares them. `binding` makes one Python function per declaration, with the signature of the
+reference. The library has code for AVX-512, AVX2, NEON or the plain instruction set; the best one is used.
 """
 
 from __future__ import annotations
 
-from thinwire.kernels.native.adam import adam_apply, precondition
-from thinwire.kernels.native.amsgrad import amsgrad_apply, momentum_sum, sparse_amsgrad
-from thinwire.kernels.native.birder import (
-    activity_refresh,
-    adopt,
-    birder_apply,
-    birder_direction,
-    birder_encode,
-    vote_bit,
-    vote_count,
-    vote_majority,
-)
-from thinwire.kernels.native.crc import crc32c
-from thinwire.kernels.native.dense import dense_apply, dense_encode, mean, square_sum, step_apply
-from thinwire.kernels.native.lamb import lamb_apply, lamb_measure, onebit_lamb_measure
-from thinwire.kernels.native.library import PATH, available, isa, use_isa
-from thinwire.kernels.native.markov import markov_difference, markov_encode, markov_merge
-from thinwire.kernels.native.packets import packet_check, packet_seal
-from thinwire.kernels.native.sign import momentum_encode, sign_apply, sign_encode, sign_merge
-from thinwire.kernels.native.sketch import sketch_add, sketch_estimate, sketch_top_k
-from thinwire.kernels.native.top_k import sparse_add, top_k
-from thinwire.kernels.reference.shards import forget, shard_scale  # no more to them than a few numbers a shard
+import functools
+from collections.abc import Callable
+from typing import Any
 
-__all__ = [
-    "PATH",
-    "activity_refresh",
-    "adam_apply",
-    "adopt",
-    "amsgrad_apply",
-    "available",
-    "birder_apply",
-    "birder_direction",
-    "birder_encode",
-    "crc32c",
-    "dense_apply",
-    "dense_encode",
-    "forget",
-    "isa",
-    "lamb_apply",
-    "lamb_measure",
-    "markov_difference",
-    "markov_encode",
-    "markov_merge",
-    "mean",
-    "momentum_encode",
-    "momentum_sum",
-    "onebit_lamb_measure",
-    "packet_check",
-    "packet_seal",
-    "precondition",
-    "shard_scale",
-    "sign_apply",
-    "sign_encode",
-    "sign_merge",
-    "sketch_add",
-    "sketch_estimate",
-    "sketch_top_k",
-    "sparse_add",
-    "sparse_amsgrad",
-    "square_sum",
-    "step_apply",
-    "top_k",
-    "use_isa",
-    "vote_bit",
-    "vote_count",
-    "vote_majority",
-]
+from thinwire.kernels import arguments, reference
+from thinwire.kernels.bounds import refuse_indices
+from thinwire.kernels.native import library
+from thinwire.kernels.native.binding import bind
+
+PATH = library.PATH
+_ON_FAILURE = {"sparse_amsgrad": refuse_indices}
+_library = library.load()
+_in_use: dict[str, Any] = {}
+"""The kernels of the instruction set in use by their name; the functions of `KERNELS` look them up here."""
+_isa = ""
+
+
+def available() -> bool:
+    """Whether this installation has the library. It does not if no C++ compiler was found."""
+    return _library is not None
+
+
+def isa() -> str:
+    """The instruction set in use."""
+    return _isa
+
+
+def use_isa(name: str) -> None:
+    """Use another instruction set: "avx512", "avx2", "neon" or "plain".
+
+    Raises:
+        ValueError: when this build or this machine does not have it.
+    """
+    global _isa  # noqa: PLW0603 - there is one library per process
+    kernels = None if _library is None else _library.kernels_for(name)
+    if kernels is None:
+        raise ValueError(f"THINWIRE_ISA={name!r}: this machine or build has no such kernels, it uses {_isa!r}")
+    _in_use.update(kernels)
+    _isa = name
+
+
+def declarations() -> dict[str, library.Declaration]:
+    """What the library declares, by the names of the kernels; nothing where it is not `available`."""
+    return {} if _library is None else _library.declarations
+
+
+def raw(name: str) -> Callable[..., Any]:
+    """A kernel as the library has it, which takes pointers and checks nothing."""
+    return _in_use[name]
+
+
+def _bound() -> dict[str, Callable[..., Any]]:
+    if _library is None:
+        return {}
+    use_isa(_library.best_isa)
+    functions = {
+        name: bind(declaration, getattr(reference, name), getattr(arguments, name), _in_use, _ON_FAILURE.get(name))
+        for name, declaration in _library.declarations.items()
+    }
+    # A few numbers per shard, or headers: torch is fast enough. Only the checksum is native.
+    functions |= {"shard_scale": reference.shard_scale, "clear_words": reference.clear_words}
+    for name in ("packet_seal", "packet_check"):
+        functions[name] = functools.partial(getattr(reference, name), checksum=functions["crc32c"])
+    return functions
+
+
+KERNELS = _bound()
+"""The functions of this backend by their name."""

@@ -1,141 +1,113 @@
-"""The shared library: where it is, what its functions take, and how tensors are handed to it.
+"""The shared library: where it is, what it declares, and the kernels of each instruction set.
 
-csrc/thinwire.h is the interface. The environment variable `THINWIRE_NATIVE_LIBRARY` names another build of it, which
-must exist then: that of `make sanitize`, for example, whose kernels check every access.
+The library exports the declarations of csrc/kernels.def as text. ctypes signatures are made from that text, so they
+are those of the library that is loaded. The environment variable `THINWIRE_NATIVE_LIBRARY` names another build, which
+must exist: for example that of `make sanitize`, whose kernels check every access.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import torch
-from torch import Tensor
-
-_ABI = 7
 _OTHER_BUILD = os.environ.get("THINWIRE_NATIVE_LIBRARY")
 PATH = Path(_OTHER_BUILD or Path(__file__).parent.with_name("_native.so"))
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
-_int, _i64, _u64, _float, _ptr = ctypes.c_int, ctypes.c_int64, ctypes.c_uint64, ctypes.c_float, ctypes.c_void_p
-_RUNS = [_ptr, _i64]
-_TYPED = [_ptr, _int]
-_STATE = [*_TYPED, _i64]  # and its shift
-_PARAMETER = [_ptr, *_TYPED]
-_SIGNATURES = {
-    "thinwire_abi": (_int, []),
-    "thinwire_isa": (ctypes.c_char_p, []),
-    "thinwire_use_isa": (_int, [ctypes.c_char_p]),
-    "thinwire_birder_encode": (
-        _int,
-        [*_RUNS, *_TYPED, _ptr, *_STATE, _ptr, _ptr, *[_float] * 7, _int, _u64],
-    ),
-    "thinwire_birder_direction": (
-        _int,
-        [*_RUNS, *_TYPED, _ptr, *_STATE, _ptr, *[_float] * 7, _int],
-    ),
-    "thinwire_mean": (None, [_ptr, _i64, _i64, _int, _i64, _ptr]),
-    "thinwire_activity_refresh": (None, [*_STATE, _i64, _i64, _i64, _i64, _i64, _float, _ptr, _i64, _i64]),
-    "thinwire_vote_bit": (None, [_ptr, _i64, _i64, _ptr, _i64, _i64, _ptr, _u64, _ptr]),
-    "thinwire_vote_majority": (None, [_ptr, _i64, _i64, _ptr, _i64, _ptr, _i64, _ptr]),
-    "thinwire_vote_count": (None, [_ptr, _i64, _i64, _ptr, _i64, _i64, _ptr, _ptr]),
-    "thinwire_adopt": (None, [_ptr, _i64, _i64, _i64, _ptr, _i64, _i64, _i64, _i64]),
-    "thinwire_birder_apply": (None, [*_RUNS, *_PARAMETER, _ptr, _ptr, _i64, _i64, _float, _float]),
-    "thinwire_dense_apply": (None, [*_RUNS, *_PARAMETER, _ptr, _float, _float]),
-    "thinwire_dense_encode": (_int, [*_RUNS, *_TYPED, _ptr, _float, _float]),
-    "thinwire_square_sum": (ctypes.c_double, [_ptr, _i64]),
-    "thinwire_precondition": (None, [_ptr, _i64, _float, _float, _float]),
-    "thinwire_adam_apply": (
-        ctypes.c_double,
-        [*_RUNS, *_PARAMETER, _ptr, _ptr, _ptr, _ptr, *[_float] * 8, _int],
-    ),
-    "thinwire_sign_encode": (_int, [*_RUNS, *_TYPED, *_STATE, _ptr, _ptr, _ptr, _ptr, _ptr, _float, _float, _float]),
-    "thinwire_sign_merge": (None, [*_RUNS, _ptr, _i64, _i64, *_STATE, _ptr, _ptr, _float, _ptr]),
-    "thinwire_sign_apply": (None, [*_RUNS, *_PARAMETER, _ptr, _ptr, _ptr, _float, _float, _ptr, _ptr, _float]),
-    "thinwire_momentum_encode": (
-        _int,
-        [*_RUNS, *_TYPED, _ptr, *_STATE, _ptr, _ptr, _ptr, _float, _float, _float, _float, _int],
-    ),
-    "thinwire_step_apply": (None, [*_RUNS, *_PARAMETER, _ptr, _ptr, _float, _float, _ptr]),
-    "thinwire_lamb_measure": (None, [*_RUNS, *_PARAMETER, _ptr, _ptr, _ptr, *[_float] * 8, _ptr]),
-    "thinwire_lamb_apply": (None, [*_RUNS, *_PARAMETER, _ptr, _ptr, *[_float] * 5]),
-    "thinwire_onebit_lamb_measure": (
-        None,
-        [*_RUNS, *_PARAMETER, _ptr, _ptr, _ptr, _ptr, _ptr, _ptr, *[_float] * 8, _ptr],
-    ),
-    "thinwire_markov_encode": (
-        _int,
-        [*_RUNS, *_TYPED, _ptr, _ptr, _i64, *[_ptr] * 7, *[_float] * 4, _int],
-    ),
-    "thinwire_markov_merge": (None, [*_RUNS, _ptr, _i64, _i64, _ptr, _i64, *[_ptr] * 5]),
-    "thinwire_markov_difference": (_int, [*_RUNS, *_TYPED, _ptr, _ptr, _ptr, _i64, *[_float] * 4]),
-    "thinwire_amsgrad_apply": (None, [*_RUNS, *_PARAMETER, *[_ptr] * 7, *[_float] * 8, _int]),
-    "thinwire_momentum_sum": (_int, [*_RUNS, *_TYPED, _ptr, _ptr, _ptr, _i64, *[_float] * 5]),
-    "thinwire_sparse_amsgrad": (
-        _int,
-        [_ptr, _i64, *_TYPED, *[_ptr] * 5, _i64, _i64, _float, _float, _float, _float, _float],
-    ),
-    "thinwire_top_k": (None, [_ptr, _i64, _i64, _ptr, _ptr]),
-    "thinwire_sparse_add": (_int, [_ptr, _i64, _ptr, _ptr, _i64, _float]),
-    "thinwire_sketch_add": (None, [_ptr, _i64, _i64, _ptr, _i64, _i64, _ptr]),
-    "thinwire_sketch_estimate": (None, [_ptr, _i64, _i64, _ptr, _i64, _i64, _float, _ptr]),
-    "thinwire_sketch_top_k": (None, [_ptr, _i64, _i64, _ptr, _ptr, _ptr, _i64, _i64, _ptr, _ptr]),
-    "thinwire_crc32c": (ctypes.c_uint32, [_ptr, _i64, ctypes.c_uint32]),
+_DECLARATION = re.compile(r"(?P<result>\w+) (?P<name>\w+) \((?P<parameters>[^()]*)\)")
+_PARAMETER = re.compile(r"(?P<type>(const )?\w+( \*)?) ?(?P<name>\w+)")
+_TYPES: dict[str, Any] = {
+    "void": None,
+    "int": ctypes.c_int,
+    "int64_t": ctypes.c_int64,
+    "uint32_t": ctypes.c_uint32,
+    "uint64_t": ctypes.c_uint64,
+    "float": ctypes.c_float,
+    "double": ctypes.c_double,
 }
 
 
-def _load() -> ctypes.CDLL | None:
-    if not PATH.exists() and not _OTHER_BUILD:
-        return None
-    library = ctypes.CDLL(str(PATH))
-    library.thinwire_abi.restype = _int
-    if library.thinwire_abi() != _ABI:
-        raise ImportError(
-            f"{PATH} has kernel interface {library.thinwire_abi()}, this thinwire needs {_ABI}: install thinwire again"
-        )
-    for name, (result, arguments) in _SIGNATURES.items():
-        function = getattr(library, name)
-        function.restype = result
-        function.argtypes = arguments
-    return library
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of a kernel, as the library declares it: its name and its C type."""
+
+    name: str
+    type: str
+
+    @property
+    def is_pointer(self) -> bool:
+        """Whether it is the address of a tensor's memory."""
+        return self.type.endswith("*")
+
+    @property
+    def ctype(self) -> Any:
+        """What ctypes converts an argument to."""
+        return ctypes.c_void_p if self.is_pointer else _TYPES[self.type]
 
 
-_library = _load()
+@dataclass(frozen=True)
+class Declaration:
+    """A kernel as the library declares it."""
+
+    name: str
+    result: str
+    parameters: tuple[Parameter, ...]
+
+    def at(self, address: int) -> Callable[..., Any]:
+        """The kernel at an address, as a function."""
+        types = (parameter.ctype for parameter in self.parameters)
+        return ctypes.CFUNCTYPE(_TYPES[self.result], *types)(address)
 
 
-def available() -> bool:
-    """Whether this installation has the library (it has not where no C++ compiler was found)."""
-    return _library is not None
+def parse(text: str) -> dict[str, Declaration]:
+    """The declarations of a library by their name, in the order of its tables.
+
+    Raises:
+        ImportError: when a declaration cannot be read.
+    """
+    declarations: dict[str, Declaration] = {}
+    for line in text.splitlines():
+        match = _DECLARATION.fullmatch(line)
+        found = [_PARAMETER.fullmatch(part.strip()) for part in match["parameters"].split(",")] if match else []
+        if not match or not all(found) or match["result"] not in _TYPES:
+            raise ImportError(f"{PATH} declares {line!r}: expected `result name (type name, ...)`")
+        parameters = tuple(Parameter(one["name"], one["type"]) for one in found if one)
+        unknown = [one.type for one in parameters if not one.is_pointer and not _TYPES.get(one.type)]
+        if unknown:
+            raise ImportError(f"{PATH} declares {line!r}: expected one of the types {', '.join(_TYPES)} or a pointer")
+        declarations[match["name"]] = Declaration(match["name"], match["result"], parameters)
+    return declarations
 
 
-def lib() -> ctypes.CDLL:
-    """The library; only where `available`."""
-    assert _library is not None, "ops.backend() has seen to it"
-    return _library
+class Library:
+    """A loaded library."""
+
+    def __init__(self, path: Path) -> None:
+        self._library = ctypes.CDLL(str(path))
+        try:
+            declarations, best_isa = self._library.thinwire_declarations, self._library.thinwire_best_isa
+            self._kernels_for = self._library.thinwire_kernels_for
+        except AttributeError as error:
+            raise ImportError(f"{path} is of another version of thinwire: install thinwire again") from error
+        declarations.restype = best_isa.restype = ctypes.c_char_p
+        self._kernels_for.restype, self._kernels_for.argtypes = ctypes.c_void_p, [ctypes.c_char_p]
+        self.declarations = parse(declarations().decode())
+        self.best_isa: str = best_isa().decode()
+
+    def kernels_for(self, isa: str) -> dict[str, Callable[..., Any]] | None:
+        """The kernels of an instruction set by their name; None when this build or machine does not have it."""
+        table = self._kernels_for(isa.encode())
+        if table is None:
+            return None
+        addresses = (ctypes.c_void_p * len(self.declarations)).from_address(table)
+        named = zip(self.declarations.values(), addresses, strict=True)
+        return {declaration.name: declaration.at(address) for declaration, address in named}
 
 
-def isa() -> str:
-    """The instruction set in use."""
-    return lib().thinwire_isa().decode()
-
-
-def use_isa(name: str) -> None:
-    """Use another instruction set: "avx512", "avx2", "neon" or "plain"."""
-    if lib().thinwire_use_isa(name.encode()):
-        raise ValueError(f"THINWIRE_ISA={name!r}: this machine or build has no such kernels, it uses {isa()!r}")
-
-
-def dtype_code(tensor: Tensor) -> int:
-    """A tensor's dtype as the library counts them."""
-    return _DTYPES[tensor.dtype]
-
-
-def pointer(tensor: Tensor | None) -> int | None:
-    """Where a tensor begins; NULL for none."""
-    return None if tensor is None else tensor.data_ptr()
-
-
-def typed(tensor: Tensor | None) -> tuple[int | None, int]:
-    """Where a tensor begins and its dtype."""
-    return (None, 0) if tensor is None else (tensor.data_ptr(), dtype_code(tensor))
+def load() -> Library | None:
+    """The library of this installation; None when it was installed without a C++ compiler."""
+    return Library(PATH) if PATH.exists() or _OTHER_BUILD else None

@@ -1,4 +1,4 @@
-"""The kernels of Adam's dense steps: a gradient as floats, and a step by it or by a sign and its scale."""
+"""The kernels of Adam's dense steps: encode a gradient as floats, and step by floats or by scaled signs."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels.modes import LARGEST
-from thinwire.kernels.reference.words import each_run, flat, float32, hand_back, root, run_sum, signed, take_over
+from thinwire.kernels.reference.words import each_run, flat, float32, load_master, root, run_sum, signed, store_master
 
 
 def dense_encode(runs: Tensor, grad: Tensor | None, packets: Tensor, *, scale: float, largest: float = LARGEST) -> bool:
     """Write the scaled gradient as floats, zeros if there is none.
 
-    True when the magnitude of one of them is not at most `largest`: it is larger, infinite or NaN. Optimizers that
-    square gradients pass the largest one whose square they can add up.
+    True when the magnitude of one of them is above `largest`, infinite or NaN. Optimizers that square gradients pass
+    the largest one whose squares have a finite sum.
     """
     nonfinite = False
     for run in each_run(runs):
@@ -56,10 +56,10 @@ def adam_apply(
         average(m[here], g, beta1)
         if update_variance:
             average_square(v[here], g, beta2)
-        old = take_over(x, low, run.of_param)
+        old = load_master(x, low, run.of_param)
         moved = old * decay - (m[here] * rate) / (root(v[here]) * correction + eps)
         old.copy_(torch.where(v[here] > 0, moved, old))
-        hand_back(x, low, run.of_param)
+        store_master(x, low, run.of_param)
         total += run_sum(v[here])
     return total
 
@@ -75,9 +75,6 @@ def average_square(v: Tensor, g: Tensor, beta: float) -> None:
 
 
 def precondition(v: Tensor, *, correction: float, floor: float, eps: float) -> None:
-    """Turn a flat variance, in place, into what steps are multiplied by once it is frozen; 0 where it is 0.
-
-    Roots count for at least `floor`.
-    """
+    """Replace a frozen variance by the factor of steps, `1 / (max(sqrt(v) correction, floor) + eps)`; 0 stays 0."""
     roots = torch.clamp(root(v) * correction, min=float(float32(floor)))
     v.copy_(torch.where(v > 0, 1.0 / (roots + eps), 0.0))

@@ -1,4 +1,4 @@
-"""AMSGrad's steps: by a gradient that is held, told in signs or given in floats, and by a few chosen coordinates."""
+"""AMSGrad's steps: dense ones, by a gradient from a state, signs or floats, and sparse ones at selected coordinates."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from thinwire.kernels.bounds import refuse_indices
 from thinwire.kernels.modes import LARGEST, Source
 from thinwire.kernels.reference.adam import average, average_square
 from thinwire.kernels.reference.sign import LIMIT
-from thinwire.kernels.reference.words import each_run, flat, float32, hand_back, root, signed, take_over
+from thinwire.kernels.reference.words import each_run, flat, float32, load_master, root, signed, store_master
 
 
 def amsgrad_apply(
@@ -32,11 +32,10 @@ def amsgrad_apply(
     decay: float,
     source: int,
 ) -> None:
-    """AMSGrad's step for the coordinates that have had a variance; `peak` is the largest that each has had.
+    """AMSGrad's step for the coordinates that have had a variance; `peak` is the largest variance of each.
 
-    The gradient is `g` if it is HELD. For SIGNS, `g` first moves, where `active`, by the packets' bits times its
-    shard's scale, and without `x` that is all. For FLOATS it is the packets'. All states have the element `e`
-    at `e`.
+    The gradient is `g` for STATE. For SIGNS, `g` first moves, where `active`, by the packets' bits times the scale of
+    the shard; without `x` that is all. For FLOATS it is the packets' floats. All states have the element `e` at `e`.
     """
     for run in each_run(runs):
         here = run.of_flat()
@@ -50,8 +49,8 @@ def amsgrad_apply(
             assert packets is not None
             assert scales is not None
             assert active is not None
-            told = gradient + signed(run.bits_in(packets), scales[run.shard])
-            gradient.copy_(torch.where(run.bits_of(active), told, gradient))
+            moved_gradient = gradient + signed(run.bits_in(packets), scales[run.shard])
+            gradient.copy_(torch.where(run.bits_of(active), moved_gradient, gradient))
         if x is None:
             continue
         assert m is not None
@@ -60,10 +59,10 @@ def amsgrad_apply(
         average(m[here], gradient, beta1)
         average_square(v[here], gradient, beta2)
         _raise(peak[here], v[here])
-        old = take_over(x, low, run.of_param)
+        old = load_master(x, low, run.of_param)
         moved = old * decay - (m[here] * rate) / (root(peak[here]) * correction + eps)
         old.copy_(torch.where(peak[here] > 0, moved, old))
-        hand_back(x, low, run.of_param)
+        store_master(x, low, run.of_param)
 
 
 def sparse_amsgrad(
@@ -81,19 +80,19 @@ def sparse_amsgrad(
     rate: float,
     decay: float,
 ) -> None:
-    """AMSGrad's step of one parameter at chosen coordinates, by their momenta and gradients as they are.
+    """AMSGrad's step of one parameter at selected coordinates, by their momenta and gradients.
 
     `indices` are flat elements, ascending, and the parameter begins with `first`; `v` and `peak` begin with it too.
-    A coordinate whose momentum and gradient are both zero is as good as not chosen. Coordinates that were chosen in an
-    earlier step, whose `v` therefore is no longer the `eps` that it began with, are decayed whether chosen or not.
+    A coordinate whose momentum and gradient are both zero counts as not selected. Coordinates that were selected in an
+    earlier step, whose `v` is therefore no longer its initial value `eps`, decay in every step.
 
     Raises:
-        ValueError: when an index is none of the parameter's; nothing has been done then.
+        ValueError: when an index is outside of the parameter; nothing has been done then.
     """
     if bool(((indices < first) | (indices >= first + x.numel())).any()):
-        refuse_indices(indices, first, x.numel())
+        refuse_indices(x, indices, first)
     whole = slice(0, x.numel())
-    x_here = take_over(x, low, whole)
+    x_here = load_master(x, low, whole)
     begun = v[whole] != float32(eps)
     x_here.copy_(torch.where(begun, x_here * decay, x_here))
     chosen = (momenta != 0) | (gradients != 0)
@@ -103,7 +102,7 @@ def sparse_amsgrad(
     _raise(largest, variance)
     v[at], peak[at] = variance, largest
     x_here[at] -= (p * rate) / root(largest)
-    hand_back(x, low, whole)
+    store_master(x, low, whole)
 
 
 def momentum_sum(
@@ -120,11 +119,11 @@ def momentum_sum(
     shift: int,
     largest: float = LARGEST,
 ) -> bool:
-    """Take the scaled gradient, none being zeros, into the momentum `m`, and that and `ratio` times `e` into `e`.
+    """Add the scaled gradient, zeros if there is none, to the momentum `m`; `e` becomes `m` plus `ratio` times `e`.
 
     `g` becomes the scaled gradient. All three have the element `e` of the flat space at `e - shift`. An element whose
-    momentum or sum would be huge or no number, or whose scaled gradient is not at most `largest` in magnitude, keeps
-    both, its gradient counts as 0, and the result is True.
+    momentum or sum would be NaN or too large, or whose scaled gradient is above `largest` in magnitude, keeps both, its
+    gradient counts as 0, and the result is True.
     """
     bad = False
     for run in each_run(runs):
@@ -132,10 +131,10 @@ def momentum_sum(
         gradient = torch.zeros(run.count, device=m.device)
         if grad is not None:
             gradient = flat(grad)[run.of_param].to(torch.float32) * scale
-        wish = m[here] * beta + gradient * weight
-        total = wish + e[here] * ratio
-        fit = (wish.abs() < LIMIT) & (total.abs() < LIMIT) & (gradient.abs() <= float32(largest))
-        m[here] = torch.where(fit, wish, m[here])
+        momentum = m[here] * beta + gradient * weight
+        total = momentum + e[here] * ratio
+        fit = (momentum.abs() < LIMIT) & (total.abs() < LIMIT) & (gradient.abs() <= float32(largest))
+        m[here] = torch.where(fit, momentum, m[here])
         e[here] = torch.where(fit, total, e[here])
         g[here] = torch.where(fit, gradient, 0.0)
         bad |= not bool(fit.all())

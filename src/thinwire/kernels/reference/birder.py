@@ -1,4 +1,4 @@
-"""Birder's kernels: two averages and a sampled bit, votes and the map of living coordinates, and a step by the vote."""
+"""Birder's kernels: two averages and a sampled bit, votes, the activation map, and the step."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels import rng
-from thinwire.kernels.reference.words import each_run, flat, float32, hand_back, pack, take_over, unpack, words_at
+from thinwire.kernels.reference.words import each_run, flat, float32, load_master, pack, store_master, unpack, words_at
 
 DRAW_BITS = 24
 
 
-def _life(state: Tensor, eps: float) -> Tensor:
+def _is_active(state: Tensor, eps: float) -> Tensor:
     return state.to(torch.float32).abs() > float32(eps)
 
 
@@ -44,9 +44,9 @@ def birder_encode(
             nonfinite |= _absorb(flat(grad)[run.of_param], m[here], b[here], beta, beta_b, scale, amsgrad)
         r = rng.uniform(key, torch.arange(run.element, run.element + 64 * run.words, device=m.device))
         votes = m[here].to(torch.float32) > r * ((b[here].to(torch.float32) + eps) * level)
-        living = unpack(active[run.element // 64 : run.element // 64 + run.words])
-        hello = _life(m[here] if amsgrad else b[here], eps)
-        words_at(packets, run.byte, run.words).copy_(pack(torch.where(living, votes, hello)))
+        is_active = unpack(active[run.element // 64 : run.element // 64 + run.words])
+        activation_bits = _is_active(m[here] if amsgrad else b[here], eps)
+        words_at(packets, run.byte, run.words).copy_(pack(torch.where(is_active, votes, activation_bits)))
     return nonfinite
 
 
@@ -65,7 +65,7 @@ def birder_direction(
     beta_b: float | None = None,
     level: float = 1.0,
 ) -> bool:
-    """As `birder_encode`, but write the direction itself, a float an element; NaN where a coordinate has no life.
+    """As `birder_encode`, but write the direction itself, one float per element; NaN where a coordinate is inactive.
 
     It is `m / ((b + eps) level)`, at most 1 and at least -1.
     """
@@ -75,7 +75,7 @@ def birder_direction(
         if grad is not None:
             nonfinite |= _absorb(flat(grad)[run.of_param], m[here], b[here], beta, beta_b, scale, amsgrad)
         u = (m[here].to(torch.float32) / ((b[here].to(torch.float32) + eps) * level)).clamp(-1.0, 1.0)
-        u = torch.where(_life(m[here] if amsgrad else b[here], eps), u, torch.nan)
+        u = torch.where(_is_active(m[here] if amsgrad else b[here], eps), u, torch.nan)
         run.floats_in(packets).copy_(u[: run.count])
     return nonfinite
 
@@ -126,17 +126,17 @@ def activity_refresh(
     offset: int,
     shift: int = 0,
 ) -> None:
-    """Write, for every shard, the life of its words `w` with `w % period == phase` at `offset` of its packet.
+    """Write which elements of the words `w` with `w % period == phase` are active, at `offset` of each shard's packet.
 
     `state` has the element `e` of the flat space at `e - shift`.
     """
     stride = packets.stride(0)
     for shard in range(shards):
         start = first_word + shard * shard_words
-        called = [w for w in range(start, start + shard_words) if w % period == phase]
-        to = words_at(packets, shard * stride + offset, len(called))
-        for i, w in enumerate(called):
-            to[i] = pack(_life(state[64 * w - shift : 64 * w - shift + 64], eps))[0]
+        refreshed = [w for w in range(start, start + shard_words) if w % period == phase]
+        to = words_at(packets, shard * stride + offset, len(refreshed))
+        for i, w in enumerate(refreshed):
+            to[i] = pack(_is_active(state[64 * w - shift : 64 * w - shift + 64], eps))[0]
 
 
 def vote_bit(
@@ -151,15 +151,15 @@ def vote_bit(
     key: int,
     signal: Tensor | None,
 ) -> None:
-    """A random worker's bit where `active`, the *or* of all bits elsewhere (everywhere when there is no map).
+    """The bit of a random worker where `active`, the *or* of all bits elsewhere (everywhere without a map).
 
     `rows` is `(n, packet)`; words begin at `byte` of each row and at `answer_byte` of `answer`.
     """
     n = rows.shape[0]
     bits = torch.stack([unpack(words_at(row, byte, words)) for row in rows])
-    living = torch.zeros(64 * words, dtype=torch.bool, device=rows.device)
+    is_active = torch.zeros(64 * words, dtype=torch.bool, device=rows.device)
     if active is not None:
-        living = unpack(active[first_word : first_word + words])
+        is_active = unpack(active[first_word : first_word + words])
     elements = torch.arange(64 * first_word, 64 * (first_word + words), device=rows.device)
     low, high = torch.zeros_like(elements), torch.full_like(elements, n)
     level = 0
@@ -175,8 +175,8 @@ def vote_bit(
         low = torch.where(undecided & ~left, middle, low)
         level += 1
     chosen = bits.gather(0, low[None])[0]
-    words_at(answer, answer_byte, words).copy_(pack(torch.where(living, chosen, bits.any(0))))
-    _add_signal(bits, living, signal)
+    words_at(answer, answer_byte, words).copy_(pack(torch.where(is_active, chosen, bits.any(0))))
+    _add_signal(bits, is_active, signal)
 
 
 def vote_majority(
@@ -191,16 +191,16 @@ def vote_majority(
     casting: int,
     signal: Tensor | None,
 ) -> None:
-    """What most workers say where `active`, or in a tie what the worker `casting` says; elsewhere the *or* of all bits.
+    """The majority of the bits where `active`; row `casting` decides a tie. Elsewhere the *or* of all bits.
 
     Arguments are as above.
     """
     bits = torch.stack([unpack(words_at(row, byte, words)) for row in rows])
-    living = unpack(active[first_word : first_word + words])
+    is_active = unpack(active[first_word : first_word + words])
     lead = 2 * bits.sum(0) - rows.shape[0]
     most = torch.where(lead == 0, bits[casting], lead > 0)
-    words_at(answer, answer_byte, words).copy_(pack(torch.where(living, most, bits.any(0))))
-    _add_signal(bits, living, signal)
+    words_at(answer, answer_byte, words).copy_(pack(torch.where(is_active, most, bits.any(0))))
+    _add_signal(bits, is_active, signal)
 
 
 def vote_count(
@@ -223,16 +223,16 @@ def vote_count(
     _add_signal(bits, unpack(active[first_word : first_word + words]), signal)
 
 
-def _add_signal(bits: Tensor, living: Tensor, signal: Tensor | None) -> None:
-    # The native kernels look at every 16th block of 4096 elements: a metric is worth no more than that.
+def _add_signal(bits: Tensor, is_active: Tensor, signal: Tensor | None) -> None:
+    # A sample is enough for a metric: every 16th block of 4096 elements.
     if signal is None:
         return
-    sampled = living & (torch.arange(living.numel(), device=living.device) // 4096 % 16 == 0)
+    sampled = is_active & (torch.arange(is_active.numel(), device=is_active.device) // 4096 % 16 == 0)
     signal[0] += (2 * bits.sum(0) - bits.shape[0]).abs()[sampled].sum()
     signal[1] += sampled.sum()
 
 
-def adopt(
+def activity_update(
     active: Tensor,
     *,
     first_word: int,
@@ -247,10 +247,10 @@ def adopt(
     for shard, answer in enumerate(answers):
         start = first_word + shard * shard_words
         for plane in range(planes):
-            hello = words_at(answer, byte + 8 * shard_words * plane, shard_words)
-            active[start : start + shard_words] |= hello
-        called = [w for w in range(start, start + shard_words) if w % period == phase]
-        active[called] = words_at(answer, byte + 8 * shard_words * planes, len(called))
+            activation_bits = words_at(answer, byte + 8 * shard_words * plane, shard_words)
+            active[start : start + shard_words] |= activation_bits
+        refreshed = [w for w in range(start, start + shard_words) if w % period == phase]
+        active[refreshed] = words_at(answer, byte + 8 * shard_words * planes, len(refreshed))
 
 
 def birder_apply(
@@ -265,11 +265,11 @@ def birder_apply(
     lr: float,
     decay: float,
 ) -> None:
-    """Move and decay the living coordinates of a parameter's runs by the packed answer.
+    """Move and decay the active coordinates of a parameter's runs by the packed answer.
 
     `workers` is 0 when the answer is a sign, else it is the number of votes that the planes count. `x` is fp32: the
-    parameter itself, or the master of the low-precision parameter `low`. A master that no longer rounds to `low`
-    (somebody loaded weights) is replaced by it first.
+    parameter itself, or the master of the low-precision parameter `low`. A master that no longer rounds to `low`,
+    because weights were loaded, is replaced by it first.
     """
     for run in each_run(runs):
         counts = torch.zeros(run.count, dtype=torch.int64, device=x.device)
@@ -290,7 +290,7 @@ def dense_apply(runs: Tensor, x: Tensor, low: Tensor | None, answers: Tensor, *,
         _move(x, low, run.of_param, ~u.isnan(), -(u * lr), decay)
 
 
-def _move(x: Tensor, low: Tensor | None, here: slice, living: Tensor, move: Tensor, decay: float) -> None:
-    old = take_over(x, low, here)
-    old.copy_(torch.where(living, old * decay + move, old))
-    hand_back(x, low, here)
+def _move(x: Tensor, low: Tensor | None, here: slice, is_active: Tensor, move: Tensor, decay: float) -> None:
+    old = load_master(x, low, here)
+    old.copy_(torch.where(is_active, old * decay + move, old))
+    store_master(x, low, here)

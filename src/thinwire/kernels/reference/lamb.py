@@ -1,4 +1,4 @@
-"""The kernels of LAMB: one measures what the trust ratio of a layer needs, and another steps by it."""
+"""The kernels of LAMB: one measures the norms for the trust ratio of a layer, another applies the step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels.reference.adam import average, average_square
-from thinwire.kernels.reference.words import each_run, flat, float32, hand_back, root, run_sum, signed, take_over
+from thinwire.kernels.reference.words import each_run, flat, float32, load_master, root, run_sum, signed, store_master
 
 
 def lamb_measure(
@@ -28,13 +28,13 @@ def lamb_measure(
     """Take a gradient, floats of a packet buffer, into Adam's averages; `sums` gets the squares of `x` and the update,
     and the variance.
 
-    `x` takes over from `low`, which itself is left alone.
+    `x` is replaced by `low` where weights were loaded; `low` is not written.
     """
     for i, run in enumerate(each_run(runs)):
         here, g = run.of_flat(), run.floats_in(gradient)
         average(m[here], g, beta1)
         average_square(v[here], g, beta2)
-        x_here = take_over(x, low, run.of_param)
+        x_here = load_master(x, low, run.of_param)
         update = _update(x_here, m[here], v[here], eps, unbias, correction, weight_decay)
         sums[i, 0] = run_sum(x_here * x_here)
         sums[i, 1] = run_sum(update * update)
@@ -54,12 +54,12 @@ def lamb_apply(
     weight_decay: float,
     rate: float,
 ) -> None:
-    """Step by the update that `lamb_measure` measured."""
+    """Apply the update that `lamb_measure` measured."""
     for run in each_run(runs):
         here, x_here = run.of_flat(), flat(x)[run.of_param]
         update = _update(x_here, m[here], v[here], eps, unbias, correction, weight_decay)
         x_here.copy_(torch.where(v[here] > 0, x_here - update * rate, x_here))
-        hand_back(x, low, run.of_param)
+        store_master(x, low, run.of_param)
 
 
 def _update(
@@ -75,10 +75,10 @@ def onebit_lamb_measure(
     low: Tensor | None,
     p: Tensor,
     w: Tensor,
-    heard: Tensor,
+    answer_words: Tensor,
     scales: Tensor,
-    before: Tensor,
-    scales_before: Tensor,
+    previous_words: Tensor,
+    previous_scales: Tensor,
     *,
     shrink: float,
     beta1: float,
@@ -90,17 +90,18 @@ def onebit_lamb_measure(
 ) -> None:
     """Measure an update by a momentum of signs, and take the gradient that it implies into the fresh variance `w`.
 
-    `heard` and `scales` are the momentum as it is, `before` and `scales_before` as it was a step ago, both to be shrunk
-    by `shrink`; `p` is the preconditioner, 0 where a coordinate has none. `sums` gets the squares of the direction and
-    of the update, and by how much the fresh variance would at most lengthen a step. `x` takes over from `low`.
+    `answer_words` and `scales` are the momentum of this step, `previous_words` and `previous_scales` that of the step
+    before, both times `shrink`. `p` is the preconditioner, 0 where a coordinate has none. `sums` gets the squares of
+    the direction and of the update, and the largest factor by which the fresh variance would lengthen a step. `x` is
+    replaced by `low` where weights were loaded.
     """
     inverse = 1.0 / (1.0 - beta1)
     for i, run in enumerate(each_run(runs)):
         here = run.of_flat()
-        x_here, p_here = take_over(x, low, run.of_param), p[here]
+        x_here, p_here = load_master(x, low, run.of_param), p[here]
         moves = p_here > 0
-        momentum = signed(run.bits_of(heard), scales[run.shard] * float32(shrink))
-        kept = signed(run.bits_of(before), (scales_before[run.shard] * float32(shrink)) * float32(beta1))
+        momentum = signed(run.bits_of(answer_words), scales[run.shard] * float32(shrink))
+        kept = signed(run.bits_of(previous_words), (previous_scales[run.shard] * float32(shrink)) * float32(beta1))
         fresh = w[here].clone()
         average_square(fresh, (momentum - kept) * inverse, beta2)
         w[here] = torch.where(moves, fresh, w[here])

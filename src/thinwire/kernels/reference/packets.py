@@ -1,31 +1,15 @@
-"""Headers and checksums of packets where only the device that made them can read them."""
+"""Headers and checksums of packets that only the device that made them can read."""
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from thinwire.kernels.header import (
-    ACTIVATION,
-    CHECKED,
-    CHECKSUM_FORMAT,
-    FIELDS_FORMAT,
-    HEADER_BYTES,
-    HEARD,
-    MAGIC,
-    RAISED,
-    REFUSED,
-    SYNCHRONIZE,
-    VERSION,
-    Status,
-)
+from thinwire.kernels import header
+from thinwire.kernels.header import CHECKSUM, HEADER_BYTES, RAISED, REFUSED, REFUSED_BY_PEER, Status
 from thinwire.kernels.reference.crc import crc32c
-
-_CHECKSUM = struct.Struct(CHECKSUM_FORMAT)
-_FIELDS = struct.Struct(FIELDS_FORMAT)
 
 
 def packet_seal(
@@ -39,13 +23,14 @@ def packet_seal(
     layout: int,
     checksum: Callable[[Tensor], int] = crc32c,
 ) -> None:
-    """Put a header and a checksum in front of every row; its flags are `flags` and those that `status` has raised."""
-    length = packets.shape[1] - HEADER_BYTES
+    """Write a header and a checksum to every row; its flags are `flags` and those that `status` has raised."""
+    head = bytearray(HEADER_BYTES)
     raised = flags | (int(status[Status.FLAGS]) & RAISED)
-    header = _FIELDS.pack(MAGIC, VERSION, raised, sender, step, bucket, length, layout)
+    length = packets.shape[1] - HEADER_BYTES
+    header.write(head, flags=raised, sender=sender, step=step, bucket=bucket, length=length, layout=layout)
     for row in packets:
-        row[_CHECKSUM.size : HEADER_BYTES] = _bytes(header, row.device)
-        row[: _CHECKSUM.size] = _bytes(_CHECKSUM.pack(checksum(row[_CHECKSUM.size :])), row.device)
+        row[CHECKSUM.size : HEADER_BYTES] = _bytes(head[CHECKSUM.size :], row.device)
+        row[: CHECKSUM.size] = _bytes(CHECKSUM.pack(checksum(row[CHECKSUM.size :])), row.device)
 
 
 def packet_check(
@@ -60,15 +45,15 @@ def packet_check(
     copies: int = 1,
     checksum: Callable[[Tensor], int] = crc32c,
 ) -> None:
-    """Note in `status` what the senders of the rows have raised, and the first packet that is not the expected one.
+    """Write to `status` which flags the senders of the rows raised, and the first packet that is not as expected.
 
-    A row is `copies` packets after each other that say the same: the first that is as expected counts.
+    A row consists of `copies` copies of one packet: the first that is as expected counts, or else the last.
     """
     for row, sender in zip(packets, senders.tolist(), strict=True):
-        outcomes = [_look(packet, sender, step, bucket, flags, layout, checksum) for packet in row.view(copies, -1)]
+        outcomes = [_check(packet, sender, step, bucket, flags, layout, checksum) for packet in row.view(copies, -1)]
         code, got, want, raised = next((outcome for outcome in outcomes if not outcome[0]), outcomes[-1])
         if not code and raised & REFUSED:
-            code = HEARD
+            code = REFUSED_BY_PEER
         if code:
             raised |= REFUSED
         status[Status.FLAGS] |= raised
@@ -81,21 +66,22 @@ def packet_check(
                 status[field] = value
 
 
-def _look(
+def _check(
     packet: Tensor, sender: int, step: int, bucket: int, flags: int, layout: int, checksum: Callable[[Tensor], int]
 ) -> tuple[int, int, int, int]:
-    """Which field is wrong, counted from 1, what it is and what it should be; or zeros, and what was raised."""
-    head = bytes(packet[:HEADER_BYTES].tolist())
-    (claimed,) = _CHECKSUM.unpack_from(head)
-    magic, version, seen, *fields = _FIELDS.unpack_from(head, _CHECKSUM.size)
-    received = (claimed, magic, version, *fields, seen & ACTIVATION, seen & SYNCHRONIZE)
-    due = (checksum(packet[_CHECKSUM.size :]), MAGIC, VERSION, sender, step, bucket, packet.numel() - HEADER_BYTES)
-    wanted = (*due, layout, flags & ACTIVATION, flags & SYNCHRONIZE)
-    for code, (_, got, want) in enumerate(zip(CHECKED, received, wanted, strict=True), start=1):
-        if got != want:
-            return code, got, want, 0
-    return 0, 0, 0, seen & RAISED
+    """The result of `header.compare`; flags only of a packet that is as expected."""
+    code, got, want, seen = header.compare(
+        bytes(packet[:HEADER_BYTES].tolist()),
+        checksum(packet[CHECKSUM.size :]),
+        flags=flags,
+        sender=sender,
+        step=step,
+        bucket=bucket,
+        length=packet.numel() - HEADER_BYTES,
+        layout=layout,
+    )
+    return code, got, want, 0 if code else seen & RAISED
 
 
-def _bytes(data: bytes, device: torch.device) -> Tensor:
+def _bytes(data: bytes | bytearray, device: torch.device) -> Tensor:
     return torch.tensor(list(data), dtype=torch.uint8, device=device)

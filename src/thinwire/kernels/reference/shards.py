@@ -1,4 +1,4 @@
-"""What is done for a whole shard: its scale, from the sums of its runs, and words of a state that are forgotten."""
+"""Kernels for whole shards: the scale, from the sums of the runs, and words of a state that become zero."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _WORD = 64
 def shard_scale(sums: Tensor, which: Tensor, to: Tensor, also: Tensor | None, *, length: int) -> None:
     """The scale of a shard, from the rows `which` of `sums`, added up in double and in order; into `to`, and `also`.
 
-    With one sum a run, of squares, it is the root of their mean over `length` elements. With three, it is the first
-    over the third: of magnitudes, over the number of those that live. Zero, where there are none.
+    With one sum per run, of squares, it is the root of their mean over `length` elements. With three, it is the first
+    over the third: the sum of magnitudes over the number of active elements. Zero if there are none.
     """
     totals = [0.0] * sums.shape[1]
     for row in sums[which].tolist():
@@ -27,8 +27,8 @@ def shard_scale(sums: Tensor, which: Tensor, to: Tensor, also: Tensor | None, *,
         also.fill_(scale)
 
 
-def forget(state: Tensor, words: Tensor, *, first: int) -> None:
-    """Zero those words of a state, counted from its word `first` on, that are marked in `words`, which are bools."""
+def clear_words(state: Tensor, words: Tensor, *, first: int) -> None:
+    """Zero the words of a state, counted from its word `first` on, that are marked in the bools `words`."""
     places = words.nonzero().flatten()
     if places.numel():
         state.view(-1, _WORD).index_fill_(0, places + first, 0.0)

@@ -1,7 +1,7 @@
-"""The kernels of signs with error feedback: what a sign and its scale do not say is kept, and added to the next.
+"""The kernels of scaled signs: what a sign and its scale leave out is the residual, which is added to the next message.
 
-The scale of a shard is known only when all of it has been encoded, from the sums of squares. So a memory `c` keeps what
-was to be sent, and the next step takes away from it what was.
+The scale of a shard is known only when all of it has been encoded, from the sums of squares. So the state `c` keeps
+what was to be sent, and the next step subtracts what was sent.
 """
 
 from __future__ import annotations
@@ -14,42 +14,43 @@ from thinwire.kernels.reference.words import (
     each_run,
     flat,
     float32,
-    hand_back,
+    load_master,
     run_sum,
     signed,
-    take_over,
+    store_master,
     without_sign,
 )
 
 LIMIT = 2.0**60
-"""A memory stays below it, so that the sum of its squares is finite."""
+"""States stay below it, so that the sum of their squares is finite."""
 
 
 def sign_encode(
     runs: Tensor,
     grad: Tensor | None,
     c: Tensor,
-    heard: Tensor,
+    answer_words: Tensor,
     packets: Tensor,
     *,
     sent_scales: Tensor,
-    heard_scales: Tensor,
+    answer_scales: Tensor,
     sums: Tensor,
     beta: float,
     weight: float,
     scale: float,
     shift: int,
 ) -> bool:
-    """Write the signs of a momentum that every worker knows, plus this worker's gradient and its error.
+    """Write the signs of the shared momentum plus this worker's gradient and residual.
 
-    `c` has the element `e` of the flat space at `e - shift`, and is what was to be sent last time, of which its sign
-    times `sent_scales` was; `heard` and `heard_scales` are the answer of that time. An element whose gradient would
-    make `c` huge or no number does without it, and the result is True. `sums` gets each run's sum of squares.
+    `c` has the element `e` of the flat space at `e - shift`. It is what was to be sent in the last step, of which its
+    sign times `sent_scales` was sent; `answer_words` and `answer_scales` are the answer of that step. An element whose
+    gradient would make `c` NaN or too large does not take it, and the result is True. `sums` gets each run's sum of
+    squares.
     """
     nonfinite = False
     for i, run in enumerate(each_run(runs)):
         here = c[run.of_flat(shift)]
-        momentum = signed(run.bits_of(heard), float32(beta) * heard_scales[run.shard])
+        momentum = signed(run.bits_of(answer_words), float32(beta) * answer_scales[run.shard])
         z = without_sign(here, sent_scales[run.shard]) + momentum
         if grad is not None:
             z, bad = _guarded(z + (flat(grad)[run.of_param].to(torch.float32) * scale) * weight, z)
@@ -70,11 +71,11 @@ def sign_merge(
     sums: Tensor,
     shift: int,
 ) -> None:
-    """The signs of the mean of what the workers sent, plus the error of the last answer.
+    """Write the signs of the mean of the workers' messages plus the residual of the last answer.
 
-    The runs are of one shard, and their bytes count from the start of a packet; `rows` is `(n, packet)`, and row `i`
-    stands for its bits times `scales[i]`. `y` has the element `e` at `e - shift` and is what was to be answered last
-    time, of which its sign times `last_scale` was. `sums` gets each run's sum of squares.
+    The runs belong to one shard, and their bytes count from the start of a packet. `rows` is `(n, packet)`, and row `i`
+    stands for its bits times `scales[i]`. `y` has the element `e` at `e - shift`. It is what was to be answered in the
+    last step, of which its sign times `last_scale` was answered. `sums` gets each run's sum of squares.
     """
     share = float32(1.0) / rows.shape[0]
     for i, run in enumerate(each_run(runs)):
@@ -91,7 +92,7 @@ def sign_apply(
     x: Tensor,
     low: Tensor | None,
     p: Tensor,
-    heard: Tensor,
+    answer_words: Tensor,
     scales: Tensor,
     *,
     rate: float,
@@ -106,13 +107,13 @@ def sign_apply(
     `momentum` times the answer.
     """
     for run in each_run(runs):
-        scale, up = scales[run.shard], run.bits_of(heard)
-        x_here = take_over(x, low, run.of_param)
+        scale, up = scales[run.shard], run.bits_of(answer_words)
+        x_here = load_master(x, low, run.of_param)
         base = x_here if anchor is None else flat(anchor)[run.of_param]
         p_here = p[run.of_flat()]
         moved = base * decay + signed(~up, float32(rate) * scale) * p_here
         x_here.copy_(torch.where(p_here > 0, moved, base))
-        hand_back(x, low, run.of_param)
+        store_master(x, low, run.of_param)
         if m is not None:
             m[run.of_flat()] = signed(up, scale * float32(momentum))
 
@@ -136,7 +137,7 @@ def momentum_encode(
     """Take the gradient into the momentum `m` and the momentum, times `rate`, into what is to be sent, `c`.
 
     `m` has the element `e` at `e` and `c` at `e - shift`. Without a gradient nothing is added to either; an element
-    whose gradient would make `m` huge or no number keeps it, and the result is True. `output` tells what is written to
+    whose gradient would make `m` NaN or too large keeps it, and the result is True. `output` is what is written to
     `packets`: 0 nothing, 1 the signs of `c`, whose sums of squares `sums` gets, 2 `m` itself as floats.
     """
     nonfinite = False
@@ -173,22 +174,22 @@ def step_apply(
 ) -> None:
     """Step by exact floats with the preconditioner `p`; `anchor`, if any, gets the parameter from before the step."""
     for run in each_run(runs):
-        x_here, p_here = take_over(x, low, run.of_param), p[run.of_flat()]
+        x_here, p_here = load_master(x, low, run.of_param), p[run.of_flat()]
         if anchor is not None:
             flat(anchor)[run.of_param] = x_here
         moved = x_here * decay - (run.floats_in(values) * rate) * p_here
         x_here.copy_(torch.where(p_here > 0, moved, x_here))
-        hand_back(x, low, run.of_param)
+        store_master(x, low, run.of_param)
 
 
 def _guarded(new: Tensor, instead: Tensor) -> tuple[Tensor, bool]:
-    """`new`, but `instead` where that is no number or huge; and whether there was such an element."""
+    """`new`, but `instead` where it is NaN or too large; and whether there was such an element."""
     good = new.abs() < LIMIT
     return torch.where(good, new, instead), not bool(good.all())
 
 
 def _write_signs(run: Run, stored: Tensor, packet: Tensor) -> float:
-    """Write the signs of a memory as it was stored, and return the sum of its squares."""
+    """Write the signs of a state as it was stored, and return the sum of its squares."""
     wide = stored.to(torch.float32)
     run.write_bits(packet, wide >= 0)
     return run_sum(wide * wide)

@@ -1,7 +1,7 @@
 """Count sketches: a table of sums, a few rows of columns, that has each element once in every row.
 
-A polynomial of degree 3 modulo the prime 2^31 - 1 tells, for each row, the column of an element and the sign with which
-it counts there; with random coefficients, any four elements are independent of each other.
+A polynomial of degree 3 modulo the prime 2^31 - 1 gives, for each row, the column of an element and its sign there.
+With random coefficients, any four elements are independent.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ def _places(table: Tensor, coefficients: Tensor, elements: Tensor) -> tuple[Tens
 
 
 def _estimates(table: Tensor, coefficients: Tensor, elements: Tensor) -> Tensor:
-    """The medians of what the rows say; of an even number of rows, the mean of the middle two. A zero is positive."""
+    """The medians over the rows; for an even number of rows, the mean of the middle two. A zero is positive."""
     positive, columns = _places(table, coefficients, elements)
-    said = table.gather(1, columns)
-    ordered = signed(positive, said).sort(0).values
+    sent_words = table.gather(1, columns)
+    ordered = signed(positive, sent_words).sort(0).values
     rows = table.shape[0]
     if rows % 2:
-        return ordered[rows // 2] + 0.0  # which of several zeros stands in the middle is anybody's choice
+        return ordered[rows // 2] + 0.0  # sorting decides which of several zeros is in the middle
     return (ordered[rows // 2 - 1] + ordered[rows // 2]) * 0.5 + 0.0

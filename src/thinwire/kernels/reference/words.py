@@ -1,4 +1,4 @@
-"""What all kernels share: runs, bits in words, sums in a fixed order, and masters of low-precision parameters."""
+"""Shared by all kernels: runs, bits in words, sums in a fixed order, and masters of low-precision parameters."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Run:
 
     @property
     def words(self) -> int:
-        """How many words its bits take."""
+        """Number of words of its bits."""
         return -(-self.count // 64)
 
     @property
@@ -103,16 +103,16 @@ def signed(positive: Tensor, scale: Tensor) -> Tensor:
 
 
 def without_sign(state: Tensor, scale: Tensor) -> Tensor:
-    """What is left of a state, in float32, when its sign has been sent with `scale`; the sign of a zero is positive."""
+    """The residual of a state, in float32, after its sign was sent with `scale`; the sign of a zero is positive."""
     wide = state.to(torch.float32)
     return wide - signed(wide >= 0, scale)
 
 
 def run_sum(values: Tensor) -> float:
     """The sum of a run's float32 values: each word's in float32, by halves; of 32 words each in double, by halves; and
-    those in order. A program of a GPU adds up 32 words, and only what is in order is slow there.
+    those in order. A Triton program adds 32 words in parallel; only the last sum is sequential.
 
-    Not by `sum`, which makes up for roundings from Python 3.12 on.
+    Not by the built-in `sum`, which compensates for rounding since Python 3.12.
     """
     total = 0.0
     for tile in by_halves(padded(by_halves(padded(values), 64).double(), 32), 32).tolist():
@@ -136,10 +136,10 @@ def padded(values: Tensor, together: int = 64) -> Tensor:
     return whole
 
 
-def take_over(x: Tensor, low: Tensor | None, here: slice) -> Tensor:
-    """The elements `here` of fp32 `x`, as a view, after those that no longer round to `low` have been replaced by it.
+def load_master(x: Tensor, low: Tensor | None, here: slice) -> Tensor:
+    """The elements `here` of fp32 `x`, as a view. Those that no longer round to `low` are replaced by it first.
 
-    `low` is the low-precision parameter whose master `x` is, or None. Somebody may have loaded weights into it.
+    `low` is the low-precision parameter whose master `x` is, or None. A user may have loaded weights into it.
     """
     wide = flat(x)[here]
     if low is not None:
@@ -149,7 +149,7 @@ def take_over(x: Tensor, low: Tensor | None, here: slice) -> Tensor:
     return wide
 
 
-def hand_back(x: Tensor, low: Tensor | None, here: slice) -> None:
+def store_master(x: Tensor, low: Tensor | None, here: slice) -> None:
     """Round the elements `here` of a master to its parameter, if it is one."""
     if low is not None:
         flat(low)[here] = flat(x)[here]

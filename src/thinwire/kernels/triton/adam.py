@@ -15,21 +15,21 @@ from thinwire.kernels.triton.common import (
     add_up,
     blocks_of,
     count_if_open,
+    device_of,
     floats_of,
     gate_of,
-    hand_back,
     has_tile,
-    home_of,
     inside,
     jit,
     launch,
-    need_of_device,
+    load_master,
+    need_on_device,
     room_for_sums,
     run_at,
     runs_on,
     signed,
+    store_master,
     sum_of,
-    take_over,
     tile,
     unpack,
     write_sum,
@@ -74,9 +74,9 @@ def _adam_apply(
                 if UPDATE:
                     variance = average_square(variance, g, beta2, rest2)
                     tl.store(v + here, variance, mask=mask)
-                old = take_over(x, low, at, mask, HAS_LOW)
+                old = load_master(x, low, at, mask, HAS_LOW)
                 step = tl.div_rn(momentum * rate, tl.sqrt_rn(variance) * correction + eps)
-                hand_back(x, low, at, mask, tl.where(variance > 0, old * decay - step, old), HAS_LOW)
+                store_master(x, low, at, mask, tl.where(variance > 0, old * decay - step, old), HAS_LOW)
             write_sum(sums, tl.where(mask, variance, 0.0), WORDS)
 
 
@@ -99,9 +99,9 @@ def adam_apply(
     gate: Gate | None = None,
 ) -> Tensor:
     """See the reference; the sum stays on the device. Behind a closed gate it is that of the variances as they are."""
-    device = home_of("adam_apply", "x", x)
+    device = device_of("adam_apply", "x", x)
     arguments.adam_apply(runs, x, low, m, v, gradient, scales, device)
-    need_of_device("adam_apply", device, gate=gate)
+    need_on_device("adam_apply", device, gate=gate)
     table, grid = runs_on(device, runs)
     by_tile = room_for_sums(grid, x.device)
     opens, parameter, gated = gate_of(gate)
@@ -131,7 +131,7 @@ def _precondition(v, count, correction, floor, eps, WORDS: tl.constexpr):
 
 def precondition(v: Tensor, *, correction: float, floor: float, eps: float) -> None:
     """See the reference."""
-    device = home_of("precondition", "v", v)
+    device = device_of("precondition", "v", v)
     arguments.precondition(v, device)
     grid = (blocks_of(v.numel()),)
     launch(_precondition, grid, v, v, v.numel(), float(correction), float(floor), float(eps), WORDS=WORDS)

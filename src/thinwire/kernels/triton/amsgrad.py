@@ -1,4 +1,4 @@
-"""AMSGrad's steps, and momenta with their sums; see the reference."""
+"""AMSGrad's dense steps, and SketchedAMSGrad's local rule; see the reference."""
 
 # pyright: reportGeneralTypeIssues=false
 from __future__ import annotations
@@ -13,22 +13,22 @@ from thinwire.kernels.triton.common import (
     LIMIT,
     WORDS,
     count_if_open,
+    device_of,
     floats_of,
     gate_of,
-    hand_back,
     has_tile,
-    home_of,
     inside,
     jit,
     launch,
-    need_of_device,
+    load_master,
+    need_on_device,
     number,
     number_at,
     report,
     run_at,
     runs_on,
     signed,
-    take_over,
+    store_master,
     tile,
     unpack,
     widen,
@@ -55,8 +55,8 @@ def _amsgrad_apply(
                 gradient = tl.load(g + here, mask=mask, other=0.0)
             if SOURCE == 1:
                 up = unpack(tl.load(words_of(packets, byte) + word, mask=word_mask, other=0))
-                living = unpack(tl.load(active + element // 64 + word, mask=word_mask, other=0))
-                gradient = tl.where(living, gradient + signed(up, tl.load(scales + shard)), gradient)
+                is_active = unpack(tl.load(active + element // 64 + word, mask=word_mask, other=0))
+                gradient = tl.where(is_active, gradient + signed(up, tl.load(scales + shard)), gradient)
                 tl.store(g + here, gradient, mask=mask)
             if HAS_X:  # noqa: SIM102 (the compiler leaves out what follows; the other is only known when it runs)
                 if steps:
@@ -67,9 +67,9 @@ def _amsgrad_apply(
                     largest = tl.load(peak + here, mask=mask, other=0.0)
                     largest = tl.where(variance > largest, variance, largest)
                     tl.store(peak + here, largest, mask=mask)
-                    old = take_over(x, low, at, mask, HAS_LOW)
+                    old = load_master(x, low, at, mask, HAS_LOW)
                     step = tl.div_rn(momentum * rate, tl.sqrt_rn(largest) * correction + eps)
-                    hand_back(x, low, at, mask, tl.where(largest > 0, old * decay - step, old), HAS_LOW)
+                    store_master(x, low, at, mask, tl.where(largest > 0, old * decay - step, old), HAS_LOW)
 
 
 def amsgrad_apply(
@@ -93,12 +93,12 @@ def amsgrad_apply(
     source: int,
     gate: Gate | None = None,
 ) -> None:
-    """See the reference. Behind a closed gate it is as without `x`: what is told of a gradient is heard."""
+    """See the reference. With a closed gate it works as without `x`: the gradient follows the answer."""
     on = packets if g is None else g
     assert on is not None
-    device = home_of("amsgrad_apply", "packets" if g is None else "g", on)
+    device = device_of("amsgrad_apply", "packets" if g is None else "g", on)
     arguments.amsgrad_apply(runs, x, low, g, m, v, peak, packets, scales, active, source, device)
-    need_of_device("amsgrad_apply", device, gate=gate)
+    need_on_device("amsgrad_apply", device, gate=gate)
     table, grid = runs_on(device, runs)
     opens, parameter, gated = gate_of(gate)
     launch(
@@ -125,10 +125,10 @@ def _momentum_sum(
             if HAS_GRAD:
                 gradient = widen(tl.load(grad + in_param + offset, mask=mask, other=0.0)) * number_at(scale, ON_DEVICE)
             momentum, error = tl.load(m + at, mask=mask, other=0.0), tl.load(e + at, mask=mask, other=0.0)
-            wish = momentum * beta + gradient * weight
-            total = wish + error * ratio
-            fit = (tl.abs(wish) < LIMIT) & (tl.abs(total) < LIMIT) & (tl.abs(gradient) <= largest)
-            tl.store(m + at, tl.where(fit, wish, momentum), mask=mask)
+            new = momentum * beta + gradient * weight
+            total = new + error * ratio
+            fit = (tl.abs(new) < LIMIT) & (tl.abs(total) < LIMIT) & (tl.abs(gradient) <= largest)
+            tl.store(m + at, tl.where(fit, new, momentum), mask=mask)
             tl.store(e + at, tl.where(fit, total, error), mask=mask)
             tl.store(g + at, tl.where(fit, gradient, 0.0), mask=mask)
             report(bad, (fit == 0) & mask)
@@ -150,9 +150,9 @@ def momentum_sum(
     bad: Tensor,
 ) -> None:
     """See the reference."""
-    device = home_of("momentum_sum", "m", m)
+    device = device_of("momentum_sum", "m", m)
     arguments.momentum_sum(runs, grad, m, e, g, shift, device)
-    need_of_device("momentum_sum", device, bad=bad, scale=scale)
+    need_on_device("momentum_sum", device, bad=bad, scale=scale)
     table, grid = runs_on(device, runs)
     factor, on_device = number(scale)
     launch(

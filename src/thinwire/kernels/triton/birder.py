@@ -1,4 +1,4 @@
-"""Birder's kernels: two averages and a sampled bit, the map of living coordinates, and a step by the vote."""
+"""Birder's kernels: two averages and a sampled bit, the activation map, and the step."""
 
 # pyright: reportGeneralTypeIssues=false
 
@@ -14,24 +14,24 @@ from thinwire.kernels.triton.common import (
     WORD,
     WORDS,
     count_if_open,
+    device_of,
     floats_of,
     gate_of,
-    hand_back,
     has_tile,
-    home_of,
     inside,
     jit,
     key_of,
     launch,
+    load_master,
     narrow,
-    need_of_device,
+    need_on_device,
     number,
     number_at,
     pack,
     report,
     run_at,
     runs_on,
-    take_over,
+    store_master,
     tile,
     uniform,
     unpack,
@@ -40,7 +40,7 @@ from thinwire.kernels.triton.common import (
 )
 
 _MAP_WORDS = 512
-"""Words of the map of living coordinates that a program brings up to date."""
+"""Words of the activation map that a program updates."""
 
 
 # The local rule -------------------------------------------------------------------------------------------------------
@@ -85,9 +85,13 @@ def _encode(
             )  # fmt: skip
             first = element + tl.program_id(0).to(tl.int64) * (WORDS * 64)
             votes = pack(m_now > uniform(key, first, element + offset) * ((b_now + eps) * level))
-            hello = pack((tl.abs(m_now) if AMSGRAD else tl.abs(b_now)) > eps)
-            living = tl.load(active + element // 64 + word, mask=word_mask, other=0)
-            tl.store(words_of(packets, byte) + word, (votes & living) | (hello & ~living), mask=word_mask)
+            activation_bits = pack((tl.abs(m_now) if AMSGRAD else tl.abs(b_now)) > eps)
+            active_words = tl.load(active + element // 64 + word, mask=word_mask, other=0)
+            tl.store(
+                words_of(packets, byte) + word,
+                (votes & active_words) | (activation_bits & ~active_words),
+                mask=word_mask,
+            )
 
 
 def birder_encode(
@@ -109,9 +113,9 @@ def birder_encode(
     bad: Tensor,
 ) -> None:
     """See the reference."""
-    device = home_of("birder_encode", "m", m)
+    device = device_of("birder_encode", "m", m)
     arguments.birder_encode(runs, grad, m, b, active, packets, shift, device)
-    need_of_device("birder_encode", device, bad=bad, scale=scale)
+    need_on_device("birder_encode", device, bad=bad, scale=scale)
     beta_b = beta if beta_b is None else beta_b
     table, grid = runs_on(device, runs)
     factor, on_device = number(scale)
@@ -138,10 +142,10 @@ def _direction(
                 grad, in_param + offset, mask, bad, beta, rest, beta_b, rest_b, scale,
                 HAS_GRAD, ON_DEVICE, AMSGRAD,
             )  # fmt: skip
-            lives = (tl.abs(m_now) if AMSGRAD else tl.abs(b_now)) > eps
+            is_active = (tl.abs(m_now) if AMSGRAD else tl.abs(b_now)) > eps
             ratio = tl.div_rn(m_now, (b_now + eps) * level)
             ratio = tl.where(ratio > 1.0, 1.0, tl.where(ratio < -1.0, -1.0, ratio))
-            u = tl.where(lives, ratio, float("nan"))
+            u = tl.where(is_active, ratio, float("nan"))
             tl.store(floats_of(packets, byte) + offset, u, mask=mask)
 
 
@@ -162,9 +166,9 @@ def birder_direction(
     bad: Tensor,
 ) -> None:
     """See the reference."""
-    device = home_of("birder_direction", "m", m)
+    device = device_of("birder_direction", "m", m)
     arguments.birder_direction(runs, grad, m, b, packets, shift, device)
-    need_of_device("birder_direction", device, bad=bad, scale=scale)
+    need_on_device("birder_direction", device, bad=bad, scale=scale)
     beta_b = beta if beta_b is None else beta_b
     table, grid = runs_on(device, runs)
     factor, on_device = number(scale)
@@ -176,7 +180,7 @@ def birder_direction(
     )  # fmt: skip
 
 
-# The map of living coordinates ----------------------------------------------------------------------------------------
+# The activation map ---------------------------------------------------------------------------------------------------
 
 
 @jit(do_not_specialize=["first_word", "phase", "eps"])
@@ -188,9 +192,9 @@ def _activity_refresh(
     word = start + (phase + period - start % period) % period + place * period
     mask = word < start + shard_words
     at = tl.multiple_of(word * 64 - shift, 64)[:, None] + tl.arange(0, 64)[None, :]
-    lives = tl.abs(widen(tl.load(state + at, mask=mask[:, None], other=0.0))) > eps
+    is_active = tl.abs(widen(tl.load(state + at, mask=mask[:, None], other=0.0))) > eps
     to = words_of(packets, tl.program_id(1).to(tl.int64) * stride + offset)
-    tl.store(to + place, pack(lives), mask=mask)
+    tl.store(to + place, pack(is_active), mask=mask)
 
 
 def activity_refresh(
@@ -207,12 +211,12 @@ def activity_refresh(
     shift: int = 0,
 ) -> None:
     """See the reference; `shift` is a multiple of 64."""
-    device = home_of("activity_refresh", "state", state)
+    device = device_of("activity_refresh", "state", state)
     arguments.activity_refresh(state, first_word, shard_words, shards, period, phase, packets, offset, shift, device)
     assert shift % WORD.value == 0
-    called = triton.cdiv(shard_words, period)
+    refreshed = triton.cdiv(shard_words, period)
     launch(
-        _activity_refresh, (triton.cdiv(called, WORDS), shards), state,
+        _activity_refresh, (triton.cdiv(refreshed, WORDS), shards), state,
         state, first_word, shard_words, period, phase, float(eps), packets, packets.stride(0), offset, shift,
         WORDS=WORDS,
     )  # fmt: skip
@@ -227,18 +231,20 @@ def _adopt(
     start = first_word + shard * shard_words
     place = tl.program_id(0).to(tl.int64) * WORDS + tl.arange(0, WORDS)
     mask = place < count_if_open(shard_words, gate, parameter, GATED)
-    living = tl.load(active + start + place, mask=mask, other=0)
-    hellos = words_of(answers, shard * stride + byte)
+    active_words = tl.load(active + start + place, mask=mask, other=0)
+    answer_bits = words_of(answers, shard * stride + byte)
     for plane in tl.static_range(PLANES):
-        living |= tl.load(hellos + plane * shard_words + place, mask=mask, other=0)
+        active_words |= tl.load(answer_bits + plane * shard_words + place, mask=mask, other=0)
     after_first = place - (phase + period - start % period) % period
-    called = mask & (after_first >= 0) & (after_first % period == 0)
-    calls = hellos + PLANES * shard_words
-    living = tl.where(called, tl.load(calls + after_first // period, mask=called, other=0), living)
-    tl.store(active + start + place, living, mask=mask)
+    refreshed = mask & (after_first >= 0) & (after_first % period == 0)
+    refreshed_words = answer_bits + PLANES * shard_words
+    active_words = tl.where(
+        refreshed, tl.load(refreshed_words + after_first // period, mask=refreshed, other=0), active_words
+    )
+    tl.store(active + start + place, active_words, mask=mask)
 
 
-def adopt(
+def activity_update(
     active: Tensor,
     *,
     first_word: int,
@@ -251,9 +257,9 @@ def adopt(
     gate: Gate | None = None,
 ) -> None:
     """See the reference."""
-    device = home_of("adopt", "active", active)
-    arguments.adopt(active, first_word, shard_words, answers, byte, planes, period, phase, device)
-    need_of_device("adopt", device, gate=gate)
+    device = device_of("activity_update", "active", active)
+    arguments.activity_update(active, first_word, shard_words, answers, byte, planes, period, phase, device)
+    need_on_device("activity_update", device, gate=gate)
     opens, parameter, gated = gate_of(gate)
     launch(
         _adopt, (triton.cdiv(shard_words, _MAP_WORDS), answers.shape[0]), active,
@@ -266,9 +272,9 @@ def adopt(
 
 
 @triton.jit
-def _move(x, low, at, mask, lives, move, decay, HAS_LOW: tl.constexpr):
-    old = take_over(x, low, at, mask, HAS_LOW)
-    hand_back(x, low, at, mask, tl.where(lives, old * decay + move, old), HAS_LOW)
+def _move(x, low, at, mask, is_active, move, decay, HAS_LOW: tl.constexpr):
+    old = load_master(x, low, at, mask, HAS_LOW)
+    store_master(x, low, at, mask, tl.where(is_active, old * decay + move, old), HAS_LOW)
 
 
 @jit(do_not_specialize=["workers", "rate", "decay", "parameter"])
@@ -287,8 +293,8 @@ def _birder_apply(
                 bits = tl.load(words_of(answers, byte + plane * plane_bytes) + word, mask=word_mask, other=0)
                 votes += unpack(bits).to(tl.int32) << plane
             move = (2 * votes - workers).to(tl.float32) * rate * -1.0
-            lives = unpack(tl.load(active + element // 64 + word, mask=word_mask, other=0))
-            _move(x, low, in_param + offset, mask, lives, move, decay, HAS_LOW)
+            is_active = unpack(tl.load(active + element // 64 + word, mask=word_mask, other=0))
+            _move(x, low, in_param + offset, mask, is_active, move, decay, HAS_LOW)
 
 
 def birder_apply(
@@ -305,9 +311,9 @@ def birder_apply(
     gate: Gate | None = None,
 ) -> None:
     """See the reference."""
-    device = home_of("birder_apply", "x", x)
+    device = device_of("birder_apply", "x", x)
     arguments.birder_apply(runs, x, low, active, answers, planes, device)
-    need_of_device("birder_apply", device, gate=gate)
+    need_on_device("birder_apply", device, gate=gate)
     table, grid = runs_on(device, runs)
     opens, parameter, gated = gate_of(gate)
     votes = workers or 1  # a sign is the vote of one
@@ -344,9 +350,9 @@ def dense_apply(
     gate: Gate | None = None,
 ) -> None:
     """See the reference."""
-    device = home_of("dense_apply", "x", x)
+    device = device_of("dense_apply", "x", x)
     arguments.dense_apply(runs, x, low, answers, device)
-    need_of_device("dense_apply", device, gate=gate)
+    need_on_device("dense_apply", device, gate=gate)
     table, grid = runs_on(device, runs)
     opens, parameter, gated = gate_of(gate)
     launch(

@@ -50,14 +50,14 @@ def runs_on(device: torch.device, runs: Tensor) -> tuple[Tensor, tuple[int, int]
     return table_on(device, runs), (blocks_of(bounds.longest), bounds.rows)
 
 
-def home_of(kernel: str, name: str, tensor: Tensor) -> torch.device:
+def device_of(kernel: str, name: str, tensor: Tensor) -> torch.device:
     """The device that a kernel runs on, which is that of one of its tensors: a GPU, or interpreted the CPU."""
     if tensor.device.type not in ("cuda", "cpu"):
         raise ValueError(f"{kernel}: {name} is on {tensor.device}: expected a tensor on 'cuda' or 'cpu'")
     return tensor.device
 
 
-def need_of_device(
+def need_on_device(
     kernel: str,
     device: torch.device,
     *,
@@ -322,7 +322,7 @@ def room_for_sums(grid: tuple[int, int], device: torch.device, each: int = 1) ->
 
 
 @triton.jit
-def take_over(x, low, at, mask, HAS_LOW: tl.constexpr):
+def load_master(x, low, at, mask, HAS_LOW: tl.constexpr):
     """The elements of a parameter, or of the master of `low`, replaced by it where they no longer round to it."""
     wide = tl.load(x + at, mask=mask, other=0.0)
     if HAS_LOW:
@@ -333,7 +333,7 @@ def take_over(x, low, at, mask, HAS_LOW: tl.constexpr):
 
 
 @triton.jit
-def hand_back(x, low, at, mask, value, HAS_LOW: tl.constexpr):
+def store_master(x, low, at, mask, value, HAS_LOW: tl.constexpr):
     """Store the elements of a parameter, and round them to the one whose master it is."""
     tl.store(x + at, value, mask=mask)
     if HAS_LOW:

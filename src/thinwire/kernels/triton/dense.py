@@ -12,13 +12,13 @@ from thinwire.kernels import arguments
 from thinwire.kernels.modes import LARGEST
 from thinwire.kernels.triton.common import (
     WORDS,
+    device_of,
     floats_of,
     has_tile,
-    home_of,
     inside,
     jit,
     launch,
-    need_of_device,
+    need_on_device,
     number,
     number_at,
     report,
@@ -52,9 +52,9 @@ def dense_encode(
     runs: Tensor, grad: Tensor | None, packets: Tensor, *, scale: float | Tensor, largest: float = LARGEST, bad: Tensor
 ) -> None:
     """See the reference."""
-    device = home_of("dense_encode", "packets", packets)
+    device = device_of("dense_encode", "packets", packets)
     arguments.dense_encode(runs, grad, packets, device)
-    need_of_device("dense_encode", device, bad=bad, scale=scale)
+    need_on_device("dense_encode", device, bad=bad, scale=scale)
     table, grid = runs_on(device, runs)
     factor, on_device = number(scale)
     launch(
@@ -83,7 +83,7 @@ def _mean(rows, stride, n, count, out, share, TOGETHER: tl.constexpr):
 
 def mean(rows: Tensor, out: Tensor) -> None:
     """See the reference."""
-    device = home_of("mean", "out", out)
+    device = device_of("mean", "out", out)
     arguments.mean(rows, out, device)
     n, count = rows.shape
     launch(

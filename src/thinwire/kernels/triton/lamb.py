@@ -16,22 +16,22 @@ from thinwire.kernels.triton.common import (
     add_up,
     blocks_of,
     count_if_open,
+    device_of,
     floats_of,
     gate_of,
-    hand_back,
     has_tile,
-    home_of,
     in_order,
     inside,
     jit,
     launch,
-    need_of_device,
+    load_master,
+    need_on_device,
     room_for_sums,
     run_at,
     runs_on,
     signed,
+    store_master,
     sum_of,
-    take_over,
     tile,
     tiles_to_sum,
     unpack,
@@ -65,7 +65,7 @@ def _lamb_measure(
             tl.store(m + here, momentum, mask=mask)
             variance = average_square(tl.load(v + here, mask=mask, other=0.0), g, beta2, rest2)
             tl.store(v + here, variance, mask=mask)
-            old = take_over(x, low, at, mask, HAS_LOW)
+            old = load_master(x, low, at, mask, HAS_LOW)
             if HAS_LOW:
                 tl.store(x + at, old, mask=mask)
             update = _update(old, momentum, variance, eps, unbias, correction, weight_decay)
@@ -91,7 +91,7 @@ def lamb_measure(
     sums: Tensor,
 ) -> None:
     """See the reference."""
-    device = home_of("lamb_measure", "x", x)
+    device = device_of("lamb_measure", "x", x)
     arguments.lamb_measure(runs, x, low, m, v, gradient, sums, device)
     table, grid = runs_on(device, runs)
     by_tile = room_for_sums(grid, x.device, _SUMS)
@@ -121,7 +121,7 @@ def _lamb_apply(
             momentum = tl.load(m + here, mask=mask, other=0.0)
             variance = tl.load(v + here, mask=mask, other=0.0)
             update = _update(old, momentum, variance, eps, unbias, correction, weight_decay)
-            hand_back(x, low, at, mask, tl.where(variance > 0, old - update * rate, old), HAS_LOW)
+            store_master(x, low, at, mask, tl.where(variance > 0, old - update * rate, old), HAS_LOW)
 
 
 def lamb_apply(
@@ -139,9 +139,9 @@ def lamb_apply(
     gate: Gate | None = None,
 ) -> None:
     """See the reference."""
-    device = home_of("lamb_apply", "x", x)
+    device = device_of("lamb_apply", "x", x)
     arguments.lamb_apply(runs, x, low, m, v, device)
-    need_of_device("lamb_apply", device, gate=gate)
+    need_on_device("lamb_apply", device, gate=gate)
     table, grid = runs_on(device, runs)
     opens, parameter, gated = gate_of(gate)
     launch(
@@ -157,7 +157,7 @@ def lamb_apply(
 
 @jit(do_not_specialize=["shrink", "beta1", "inverse", "beta2", "rest2", "eps", "unbias", "weight_decay"])
 def _onebit_lamb_measure(
-    runs, x, low, p, w, heard, scales, before, scales_before, sums, room,
+    runs, x, low, p, w, answer_words, scales, previous_words, previous_scales, sums, room,
     shrink, beta1, inverse, beta2, rest2, eps, unbias, weight_decay,
     HAS_LOW: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
@@ -168,15 +168,15 @@ def _onebit_lamb_measure(
         if has_tile(count, full, WORDS):
             mask, word_mask = inside(offset, count, full), inside(word * 64, count, full)
             here, at = element + offset, in_param + offset
-            old = take_over(x, low, at, mask, HAS_LOW)
+            old = load_master(x, low, at, mask, HAS_LOW)
             if HAS_LOW:
                 tl.store(x + at, old, mask=mask)
             of_p = tl.load(p + here, mask=mask, other=0.0)
             moves = of_p > 0
-            up = unpack(tl.load(heard + element // 64 + word, mask=word_mask, other=0))
-            was_up = unpack(tl.load(before + element // 64 + word, mask=word_mask, other=0))
+            up = unpack(tl.load(answer_words + element // 64 + word, mask=word_mask, other=0))
+            was_up = unpack(tl.load(previous_words + element // 64 + word, mask=word_mask, other=0))
             momentum = signed(up, tl.load(scales + shard) * shrink)
-            kept = signed(was_up, (tl.load(scales_before + shard) * shrink) * beta1)
+            kept = signed(was_up, (tl.load(previous_scales + shard) * shrink) * beta1)
             variance = tl.load(w + here, mask=mask, other=0.0)
             fresh = average_square(variance, (momentum - kept) * inverse, beta2, rest2)
             variance = tl.where(moves, fresh, variance)
@@ -215,10 +215,10 @@ def onebit_lamb_measure(
     low: Tensor | None,
     p: Tensor,
     w: Tensor,
-    heard: Tensor,
+    answer_words: Tensor,
     scales: Tensor,
-    before: Tensor,
-    scales_before: Tensor,
+    previous_words: Tensor,
+    previous_scales: Tensor,
     *,
     shrink: float,
     beta1: float,
@@ -229,14 +229,16 @@ def onebit_lamb_measure(
     sums: Tensor,
 ) -> None:
     """See the reference."""
-    device = home_of("onebit_lamb_measure", "x", x)
-    arguments.onebit_lamb_measure(runs, x, low, p, w, heard, scales, before, scales_before, sums, device)
+    device = device_of("onebit_lamb_measure", "x", x)
+    arguments.onebit_lamb_measure(
+        runs, x, low, p, w, answer_words, scales, previous_words, previous_scales, sums, device
+    )
     table, grid = runs_on(device, runs)
     by_tile = room_for_sums(grid, x.device, _SUMS)
     room = by_tile.shape[-1]
     launch(
         _onebit_lamb_measure, grid, x,
-        table, x, low, p, w, heard, scales, before, scales_before, by_tile, room,
+        table, x, low, p, w, answer_words, scales, previous_words, previous_scales, by_tile, room,
         float(shrink), float(beta1), 1.0 / (1.0 - beta1), float(beta2), 1.0 - beta2,
         float(eps), float(unbias), float(weight_decay),
         HAS_LOW=low is not None, WORDS=WORDS,
@@ -259,7 +261,7 @@ def _squares(values, count, sums, WORDS: tl.constexpr):
 
 def square_sum(values: Tensor) -> Tensor:
     """See the reference; the sum stays on the device, a float64 of no dimensions."""
-    device = home_of("square_sum", "values", values)
+    device = device_of("square_sum", "values", values)
     arguments.square_sum(values, device)
     count = values.numel()
     by_tile = torch.empty(blocks_of(count), dtype=torch.float64, device=values.device)

@@ -13,12 +13,12 @@ from thinwire.kernels.triton.common import (
     LIMIT,
     WORDS,
     add_up,
+    device_of,
     has_tile,
-    home_of,
     inside,
     jit,
     launch,
-    need_of_device,
+    need_on_device,
     number,
     number_at,
     pack,
@@ -36,41 +36,41 @@ from thinwire.kernels.triton.common import (
 
 _SUMS = 3
 _WARPS = 8
-"""Twice as many as usual: a thread could not keep 16 elements of all that there is to know in its registers."""
+"""Twice as many as usual: the registers of a thread do not hold 16 elements of all these tensors."""
 
 
 @triton.jit
-def _meant(
+def _target(
     grad, grad_at, m, at, mask, beta, weight, scale, largest,
     HAS_GRAD: tl.constexpr, HAS_M: tl.constexpr, ON_DEVICE: tl.constexpr,
 ):  # fmt: skip
-    """The gradient, or the momentum with it, and where the momentum took it."""
+    """The gradient, or the momentum that took it, and where it was taken."""
     fit = mask
-    meant = tl.load(m + at, mask=mask, other=0.0) if HAS_M else tl.zeros(mask.shape, dtype=tl.float32)
+    target = tl.load(m + at, mask=mask, other=0.0) if HAS_M else tl.zeros(mask.shape, dtype=tl.float32)
     if HAS_GRAD:
         g = widen(tl.load(grad + grad_at, mask=mask, other=0.0)) * number_at(scale, ON_DEVICE)
         if HAS_M:
-            wish = meant * beta + g * weight
-            fit = (tl.abs(wish) < LIMIT) & (tl.abs(g) <= largest)
-            meant = tl.where(fit, wish, meant)
-            tl.store(m + at, meant, mask=mask)
+            new = target * beta + g * weight
+            fit = (tl.abs(new) < LIMIT) & (tl.abs(g) <= largest)
+            target = tl.where(fit, new, target)
+            tl.store(m + at, target, mask=mask)
         else:
-            meant = tl.where(tl.abs(g) <= largest, g, float("nan"))  # which the callers refuse
-    return meant, fit
+            target = tl.where(tl.abs(g) <= largest, g, float("nan"))  # callers refuse NaN
+    return target, fit
 
 
 @triton.jit
-def _write_sums(sums, word, word_mask, room, change, living, WORDS: tl.constexpr):
-    """The sums of a tile, of magnitudes, of squares and of the living; `living` are of the run."""
-    write_sum(sums, tl.where(living, tl.abs(change), 0.0), WORDS)
-    write_sum(sums + room, tl.where(living, change * change, 0.0), WORDS)
-    number = tl.sum(tl.sum(living.to(tl.int32), axis=1), axis=0)
+def _write_sums(sums, word, word_mask, room, change, is_active, WORDS: tl.constexpr):
+    """The sums of a tile over active elements: magnitudes, squares, and their number."""
+    write_sum(sums, tl.where(is_active, tl.abs(change), 0.0), WORDS)
+    write_sum(sums + room, tl.where(is_active, change * change, 0.0), WORDS)
+    number = tl.sum(tl.sum(is_active.to(tl.int32), axis=1), axis=0)
     tl.store(sums + 2 * room + tl.program_id(0), number.to(tl.float64))
 
 
 @jit(do_not_specialize=["beta", "weight", "scale", "largest"])
 def _markov_encode(
-    runs, grad, m, known, said, busy, spoke, active, packets, sent_scales, sums, room, bad,
+    runs, grad, m, known, sent_words, nonzero, sent_mask, active, packets, sent_scales, sums, room, bad,
     beta, weight, scale, largest, shift,
     HAS_GRAD: tl.constexpr, HAS_M: tl.constexpr, ON_DEVICE: tl.constexpr, MODE: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
@@ -81,30 +81,30 @@ def _markov_encode(
         if has_tile(count, full, WORDS):
             mask, word_mask = inside(offset, count, full), inside(word * 64, count, full)
             at, own = element - shift + offset, (element - shift) // 64 + word
-            living = unpack(tl.load(active + element // 64 + word, mask=word_mask, other=0)) & mask
+            is_active = unpack(tl.load(active + element // 64 + word, mask=word_mask, other=0)) & mask
             here = tl.load(known + at, mask=mask, other=0.0)
             if MODE == 2:
-                meant, taken, before = here, mask, tl.zeros(mask.shape, dtype=tl.float32)
+                target, taken, before = here, mask, tl.zeros(mask.shape, dtype=tl.float32)
             else:
-                meant, taken = _meant(
+                target, taken = _target(
                     grad, in_param + offset, m, at, mask, beta, weight, scale, largest, HAS_GRAD, HAS_M, ON_DEVICE
                 )
-                up = unpack(tl.load(said + own, mask=word_mask, other=0))
-                spoken = unpack(tl.load(spoke + element // 64 + word, mask=word_mask, other=0))
-                before = tl.where(spoken, here + signed(up, tl.load(sent_scales + shard)), here)
-            change = meant - before
+                up = unpack(tl.load(sent_words + own, mask=word_mask, other=0))
+                counts = unpack(tl.load(sent_mask + element // 64 + word, mask=word_mask, other=0))
+                before = tl.where(counts, here + signed(up, tl.load(sent_scales + shard)), here)
+            change = target - before
             fit = tl.abs(change) < LIMIT
             if HAS_GRAD:
                 report(bad, ((fit & taken) == 0) & mask)
-            meant, change = tl.where(fit, meant, before), tl.where(fit, change, 0.0)
-            means = (meant != 0) & mask
-            signs = pack((living & (change >= 0)) | ((living == 0) & means))
+            target, change = tl.where(fit, target, before), tl.where(fit, change, 0.0)
+            has_target = (target != 0) & mask
+            signs = pack((is_active & (change >= 0)) | ((is_active == 0) & has_target))
             tl.store(words_of(packets, byte) + word, signs, mask=word_mask)
-            tl.store(said + own, signs, mask=word_mask)
-            tl.store(busy + own, tl.cast(tl.max(means.to(tl.int32), axis=1), tl.uint8), mask=word_mask)
-            _write_sums(sums, word, word_mask, room, change, living, WORDS)
+            tl.store(sent_words + own, signs, mask=word_mask)
+            tl.store(nonzero + own, tl.cast(tl.max(has_target.to(tl.int32), axis=1), tl.uint8), mask=word_mask)
+            _write_sums(sums, word, word_mask, room, change, is_active, WORDS)
             if MODE == 1 and not HAS_M:
-                before = tl.where(living, before, meant)
+                before = tl.where(is_active, before, target)
             tl.store(known + at, before, mask=mask)
 
 
@@ -113,9 +113,9 @@ def markov_encode(
     grad: Tensor | None,
     m: Tensor | None,
     known: Tensor,
-    said: Tensor,
-    busy: Tensor,
-    spoke: Tensor,
+    sent_words: Tensor,
+    nonzero: Tensor,
+    sent_mask: Tensor,
     active: Tensor,
     packets: Tensor,
     *,
@@ -130,15 +130,18 @@ def markov_encode(
     bad: Tensor,
 ) -> None:
     """See the reference."""
-    device = home_of("markov_encode", "known", known)
-    arguments.markov_encode(runs, grad, m, known, said, busy, spoke, active, packets, sent_scales, sums, shift, device)
-    need_of_device("markov_encode", device, bad=bad, scale=scale)
+    device = device_of("markov_encode", "known", known)
+    arguments.markov_encode(
+        runs, grad, m, known, sent_words, nonzero, sent_mask, active, packets, sent_scales, sums, shift, device
+    )
+    need_on_device("markov_encode", device, bad=bad, scale=scale)
     table, grid = runs_on(device, runs)
     by_tile = room_for_sums(grid, known.device, _SUMS)
     factor, on_device = number(scale)
     launch(
         _markov_encode, grid, known,
-        table, grad, m, known, said, busy, spoke, active, packets, sent_scales, by_tile, by_tile.shape[-1], bad,
+        table, grad, m, known, sent_words, nonzero, sent_mask, active, packets, sent_scales,
+        by_tile, by_tile.shape[-1], bad,
         float(beta), float(weight), factor, float(largest), shift,
         HAS_GRAD=grad is not None, HAS_M=m is not None, ON_DEVICE=on_device, MODE=int(mode), WORDS=WORDS,
         num_warps=_WARPS,
@@ -156,23 +159,23 @@ def _markov_merge(
     for full in tl.static_range(2):
         if has_tile(count, full, WORDS):
             mask, word_mask = inside(offset, count, full), inside(word * 64, count, full)
-            hello = tl.load(words_of(rows, byte) + word, mask=word_mask, other=0)
-            total = signed(unpack(hello), tl.load(scales))
+            any_word = tl.load(words_of(rows, byte) + word, mask=word_mask, other=0)
+            total = signed(unpack(any_word), tl.load(scales))
             row = rows
             for worker in range(1, workers):
                 row += row_bytes
                 words = tl.load(words_of(row, byte) + word, mask=word_mask, other=0)
                 total += signed(unpack(words), tl.load(scales + worker))
-                hello |= words
+                any_word |= words
             at = element - shift + offset
-            living = unpack(tl.load(active + element // 64 + word, mask=word_mask, other=0)) & mask
+            is_active = unpack(tl.load(active + element // 64 + word, mask=word_mask, other=0)) & mask
             here = tl.load(mean + at, mask=mask, other=0.0)
-            here = tl.where(living, here + total * share, here)
+            here = tl.where(is_active, here + total * share, here)
             tl.store(mean + at, here, mask=mask)
             change = here - tl.load(g + element + offset, mask=mask, other=0.0)
-            signs = pack((living & (change >= 0)) | ((living == 0) & unpack(hello) & mask))
+            signs = pack((is_active & (change >= 0)) | ((is_active == 0) & unpack(any_word) & mask))
             tl.store(words_of(answer, byte) + word, signs, mask=word_mask)
-            _write_sums(sums, word, word_mask, room, change, living, WORDS)
+            _write_sums(sums, word, word_mask, room, change, is_active, WORDS)
 
 
 def markov_merge(
@@ -188,7 +191,7 @@ def markov_merge(
     shift: int,
 ) -> None:
     """See the reference."""
-    device = home_of("markov_merge", "mean", mean)
+    device = device_of("markov_merge", "mean", mean)
     arguments.markov_merge(runs, rows, mean, g, active, answer, scales, sums, shift, device)
     table, grid = runs_on(device, runs)
     by_tile = room_for_sums(grid, mean.device, _SUMS)
@@ -212,10 +215,10 @@ def _markov_difference(
         if has_tile(count, full, WORDS):
             mask = inside(offset, count, full)
             at = element - shift + offset
-            meant, taken = _meant(
+            target, taken = _target(
                 grad, in_param + offset, m, at, mask, beta, weight, scale, largest, HAS_GRAD, HAS_M, ON_DEVICE
             )
-            change = meant - tl.load(known + at, mask=mask, other=0.0)
+            change = target - tl.load(known + at, mask=mask, other=0.0)
             fit = tl.abs(change) < LIMIT
             tl.store(c + at, tl.where(fit, change, 0.0), mask=mask)
             if HAS_GRAD:
@@ -237,9 +240,9 @@ def markov_difference(
     bad: Tensor,
 ) -> None:
     """See the reference."""
-    device = home_of("markov_difference", "c", c)
+    device = device_of("markov_difference", "c", c)
     arguments.markov_difference(runs, grad, m, known, c, shift, device)
-    need_of_device("markov_difference", device, bad=bad, scale=scale)
+    need_on_device("markov_difference", device, bad=bad, scale=scale)
     table, grid = runs_on(device, runs)
     factor, on_device = number(scale)
     launch(

@@ -9,6 +9,7 @@ Words stand in groups and these in tiles, counted from the end of the packet; ta
 
 from __future__ import annotations
 
+import struct
 from functools import cache
 
 import torch
@@ -16,40 +17,61 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thinwire.kernels import arguments
+from thinwire.kernels import arguments, header
 from thinwire.kernels.header import (
     ACTIVATION,
-    CHECKED,
+    CODES,
+    FIELD_BYTES,
+    FIELD_OFFSETS,
     HEADER_BYTES,
-    HEARD,
     MAGIC,
     NONFINITE,
     RAISED,
     REFUSED,
+    REFUSED_BY_PEER,
     SYNCHRONIZE,
     VERSION,
     Status,
 )
 from thinwire.kernels.reference.crc import CASTAGNOLI, INVERTED, power_of_x, product
-from thinwire.kernels.triton.common import home_of, jit, launch
+from thinwire.kernels.triton.common import device_of, jit, launch
 
 _GROUP, _GROUPS = 128, 16
 """Words of a group, of which fewer than 256 can be added up; and groups of a tile, which is what a program is for."""
 _WORD_BYTES = 4
 
-_MAGIC_AND_VERSION = tl.constexpr(MAGIC | VERSION << 16)
+_HEADER_BYTES, _HEADER_WORDS = tl.constexpr(HEADER_BYTES), tl.constexpr(HEADER_BYTES // _WORD_BYTES)
+_FLAGS_WORD = tl.constexpr(FIELD_OFFSETS["flags"] // _WORD_BYTES)
+_FLAGS_SHIFT = tl.constexpr(8 * (FIELD_OFFSETS["flags"] % _WORD_BYTES))
 _MAGIC, _VERSION = tl.constexpr(MAGIC), tl.constexpr(VERSION)
 _NONFINITE, _REFUSED, _RAISED = tl.constexpr(NONFINITE), tl.constexpr(REFUSED), tl.constexpr(RAISED)
-_GREETING, _SYNCHRONIZE = tl.constexpr(ACTIVATION), tl.constexpr(SYNCHRONIZE)
-_HEARD = tl.constexpr(HEARD)
-_FLAGS, _CODE, _SENDER = (
-    tl.constexpr(int(Status.FLAGS)),
-    tl.constexpr(int(Status.CODE)),
-    tl.constexpr(int(Status.SENDER)),
+_ACTIVATION, _SYNCHRONIZE = tl.constexpr(ACTIVATION), tl.constexpr(SYNCHRONIZE)
+_REFUSED_BY_PEER = tl.constexpr(REFUSED_BY_PEER)
+
+
+def _place(field: str) -> tuple[tl.constexpr, tl.constexpr]:
+    """The offset and the width of a field, in bytes."""
+    return tl.constexpr(FIELD_OFFSETS[field]), tl.constexpr(FIELD_BYTES[field])
+
+
+_CHECKSUM_AT, _CHECKSUM_BYTES = _place("checksum")
+_MAGIC_AT, _MAGIC_BYTES = _place("magic")
+_VERSION_AT, _VERSION_BYTES = _place("version")
+_FLAGS_AT, _FLAGS_BYTES = _place("flags")
+_SENDER_AT, _SENDER_BYTES = _place("sender")
+_STEP_AT, _STEP_BYTES = _place("step")
+_BUCKET_AT, _BUCKET_BYTES = _place("bucket")
+_LENGTH_AT, _LENGTH_BYTES = _place("length")
+_LAYOUT_AT, _LAYOUT_BYTES = _place("layout")
+
+_WRONG_CHECKSUM, _WRONG_MAGIC, _WRONG_VERSION, _WRONG_SENDER, _WRONG_STEP = (
+    tl.constexpr(CODES[name]) for name in ("checksum", "magic", "version", "sender", "step")
 )
-_STEP, _BUCKET = tl.constexpr(int(Status.STEP)), tl.constexpr(int(Status.BUCKET))
-_GOT, _WANT = tl.constexpr(int(Status.GOT)), tl.constexpr(int(Status.WANT))
-assert CHECKED[0] == "checksum" and len(CHECKED) == 10  # noqa: PT018 - one fact: `_look` counts them
+_WRONG_BUCKET, _WRONG_LENGTH, _WRONG_LAYOUT, _WRONG_ACTIVATION, _WRONG_SYNCHRONIZE = (
+    tl.constexpr(CODES[name]) for name in ("bucket", "length", "layout", "activation", "synchronize")
+)
+
+_FLAGS, _CODE, _SENDER, _STEP, _BUCKET, _GOT, _WANT = (tl.constexpr(int(word)) for word in Status)
 
 
 # Checksums ------------------------------------------------------------------------------------------------------------
@@ -153,38 +175,35 @@ def _add_checksums(packets: Tensor, copies: int, sums: Tensor, stride: int) -> N
 # Headers --------------------------------------------------------------------------------------------------------------
 
 
-@jit(do_not_specialize=["step", "step_high", "bucket", "who", "layout", "length", "inverted"])
-def _write_header(packets, stride, status, step, step_high, bucket, who, layout, length, inverted):
+@jit(do_not_specialize=["checksum", "w1", "w2", "w3", "w4", "w5", "w6", "w7"])
+def _write_header(packets, stride, status, checksum, w1, w2, w3, w4, w5, w6, w7):
     head = (packets + tl.program_id(0).to(tl.int64) * stride).to(tl.pointer_type(tl.int32))
-    tl.store(head, inverted)
-    tl.store(head + 1, _MAGIC_AND_VERSION)
-    tl.store(head + 2, who | (tl.load(status + _FLAGS) & _RAISED).to(tl.int32))
-    tl.store(head + 3, step)
-    tl.store(head + 4, step_high)
-    tl.store(head + 5, bucket)
-    tl.store(head + 6, length)
-    tl.store(head + 7, layout)
+    raised = (tl.load(status + _FLAGS) & _RAISED).to(tl.int32) << _FLAGS_SHIFT
+    words = (checksum, w1, w2, w3, w4, w5, w6, w7)
+    for i in tl.static_range(_HEADER_WORDS):
+        if i == _FLAGS_WORD:
+            tl.store(head + i, words[i] | raised)
+        else:
+            tl.store(head + i, words[i])
 
 
 def packet_seal(
     packets: Tensor, status: Tensor, *, step: int, bucket: int, sender: int, flags: int, layout: int
 ) -> None:
     """See the reference."""
-    device = home_of("packet_seal", "packets", packets)
+    device = device_of("packet_seal", "packets", packets)
     arguments.sealed("packet_seal", packets, status, 1, device)
-    rows, length = packets.shape
+    rows, size = packets.shape
+    head = bytearray(HEADER_BYTES)
+    length = size - HEADER_BYTES
+    header.write(head, flags=flags, sender=sender, step=step, bucket=bucket, length=length, layout=layout)
+    _, *words = struct.unpack(f"<{HEADER_BYTES // _WORD_BYTES}i", head)
     launch(
         _write_header, (rows,), packets,
-        packets, packets.stride(0), status, *_words(step, step >> 32, bucket, flags | sender << 16, layout),
-        length - HEADER_BYTES, _of_length(length // _WORD_BYTES - 1),
+        packets, packets.stride(0), status, _of_length(size // _WORD_BYTES - 1), *words,
         num_warps=1,
     )  # fmt: skip
     _add_checksums(packets, 1, packets.view(torch.int32), packets.stride(0) // _WORD_BYTES)
-
-
-@triton.jit
-def _half(word, HIGH: tl.constexpr):
-    return (word >> (16 * HIGH)) & 0xFFFF
 
 
 @triton.jit
@@ -193,14 +212,19 @@ def _unsigned(word):
 
 
 @triton.jit
-def _field(head, number, mask):
-    """A word of the headers, without a sign."""
-    return _unsigned(tl.load(head + number, mask=mask, other=0))
+def _field(head, mask, AT: tl.constexpr, BYTES: tl.constexpr):
+    """A field of the headers, without a sign. Headers are read by words, as fields of 8 bytes need not be aligned."""
+    value = _unsigned(tl.load(head + AT // 4, mask=mask, other=0))
+    if BYTES == 2:
+        value = (value >> (8 * (AT % 4))) & 0xFFFF
+    if BYTES == 8:
+        value |= _unsigned(tl.load(head + AT // 4 + 1, mask=mask, other=0)) << 32
+    return value
 
 
 @triton.jit
 def _unless(number, got, want, outcome):
-    """What is wrong with packets, given what is wrong with the fields behind this one: it comes before them."""
+    """The outcome after comparing a field, given the outcome of the fields after it."""
     wrong = got != want
     code, was, due = outcome
     return tl.where(wrong, number, code), tl.where(wrong, got, was), tl.where(wrong, want, due)
@@ -231,31 +255,32 @@ def _check(
     got, want, raised = tl.zeros((ROWS,), tl.int64), tl.zeros((ROWS,), tl.int64), tl.zeros((ROWS,), tl.int64)
     for copy in range(copies):
         head = (packets + (row.to(tl.int64) * stride + tl.cast(copy, tl.int64) * length)).to(tl.pointer_type(tl.int32))
-        due = _field(sums, row * copies + copy, mask)
-        kind, who = _field(head, 1, mask), _field(head, 2, mask)
-        seen = _half(who, 0)
-        when = _field(head, 3, mask) | (_field(head, 4, mask) << 32)
+        checksum = _unsigned(tl.load(sums + row * copies + copy, mask=mask, other=0))
+        seen = _field(head, mask, _FLAGS_AT, _FLAGS_BYTES)
+        payload = tl.cast(length, tl.int64) - _HEADER_BYTES
+        version, magic = tl.full((ROWS,), _VERSION, tl.int64), tl.full((ROWS,), _MAGIC, tl.int64)
         outcome = (tl.zeros((ROWS,), tl.int64), tl.zeros((ROWS,), tl.int64), tl.zeros((ROWS,), tl.int64))
-        outcome = _unless(10, seen & _SYNCHRONIZE, flags & _SYNCHRONIZE, outcome)
-        outcome = _unless(9, seen & _GREETING, flags & _GREETING, outcome)
-        outcome = _unless(8, _field(head, 7, mask), _unsigned(layout), outcome)
-        outcome = _unless(7, _field(head, 6, mask), tl.cast(length, tl.int64) - 32, outcome)
-        outcome = _unless(6, _field(head, 5, mask), _unsigned(bucket), outcome)
-        outcome = _unless(5, when, due_step, outcome)
-        outcome = _unless(4, _half(who, 1), sender, outcome)
-        outcome = _unless(3, _half(kind, 1), tl.full((ROWS,), _VERSION, tl.int64), outcome)
-        outcome = _unless(2, _half(kind, 0), tl.full((ROWS,), _MAGIC, tl.int64), outcome)
-        outcome = _unless(1, _field(head, 0, mask), due, outcome)
+        # From the last field to the first, as the first that differs counts.
+        outcome = _unless(_WRONG_SYNCHRONIZE, seen & _SYNCHRONIZE, flags & _SYNCHRONIZE, outcome)
+        outcome = _unless(_WRONG_ACTIVATION, seen & _ACTIVATION, flags & _ACTIVATION, outcome)
+        outcome = _unless(_WRONG_LAYOUT, _field(head, mask, _LAYOUT_AT, _LAYOUT_BYTES), _unsigned(layout), outcome)
+        outcome = _unless(_WRONG_LENGTH, _field(head, mask, _LENGTH_AT, _LENGTH_BYTES), payload, outcome)
+        outcome = _unless(_WRONG_BUCKET, _field(head, mask, _BUCKET_AT, _BUCKET_BYTES), _unsigned(bucket), outcome)
+        outcome = _unless(_WRONG_STEP, _field(head, mask, _STEP_AT, _STEP_BYTES), due_step, outcome)
+        outcome = _unless(_WRONG_SENDER, _field(head, mask, _SENDER_AT, _SENDER_BYTES), sender, outcome)
+        outcome = _unless(_WRONG_VERSION, _field(head, mask, _VERSION_AT, _VERSION_BYTES), version, outcome)
+        outcome = _unless(_WRONG_MAGIC, _field(head, mask, _MAGIC_AT, _MAGIC_BYTES), magic, outcome)
+        outcome = _unless(_WRONG_CHECKSUM, _field(head, mask, _CHECKSUM_AT, _CHECKSUM_BYTES), checksum, outcome)
         # The first copy that is as expected counts, or else the last.
         better = code != 0
         raised = tl.where(better, tl.where(outcome[0] == 0, seen & _RAISED, 0), raised)
         got, want = tl.where(better, outcome[1], got), tl.where(better, outcome[2], want)
         code = tl.where(better, outcome[0], code)
-    code = tl.where((code == 0) & ((raised & _REFUSED) != 0), _HEARD, code)
+    code = tl.where((code == 0) & ((raised & _REFUSED) != 0), _REFUSED_BY_PEER, code)
     code = tl.where(mask, code, 0)
     raised = tl.where(mask, raised | tl.where(code != 0, _REFUSED, 0), 0)
     news = tl.max(raised & _NONFINITE, axis=0) | tl.max(raised & _REFUSED, axis=0)
-    # Of the size that encoding kernels raise `bad` with, who may do so on another stream just now.
+    # 32 bits, as encoding kernels use to raise `bad`, possibly on another stream at the same time.
     flags_word = (status + _FLAGS).to(tl.pointer_type(tl.int32))
     tl.atomic_or(flags_word, news.to(tl.int32), sem="relaxed")
     lowest = tl.min(tl.where(code != 0, row, ROWS), axis=0)
@@ -280,7 +305,7 @@ def packet_check(
     copies: int = 1,
 ) -> None:
     """See the reference."""
-    device = home_of("packet_check", "packets", packets)
+    device = device_of("packet_check", "packets", packets)
     arguments.sealed("packet_check", packets, status, copies, device)
     arguments.sent("packet_check", senders, packets.shape[0], device)
     rows, length = packets.shape[0], packets.shape[1] // copies

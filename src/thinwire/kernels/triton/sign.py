@@ -14,16 +14,16 @@ from thinwire.kernels.triton.common import (
     WORDS,
     add_up,
     count_if_open,
+    device_of,
     floats_of,
     gate_of,
-    hand_back,
     has_tile,
-    home_of,
     inside,
     jit,
     launch,
+    load_master,
     narrow,
-    need_of_device,
+    need_on_device,
     number,
     number_at,
     pack,
@@ -32,7 +32,7 @@ from thinwire.kernels.triton.common import (
     run_at,
     runs_on,
     signed,
-    take_over,
+    store_master,
     tile,
     unpack,
     widen,
@@ -63,7 +63,7 @@ def _keep_and_sign(c, at, mask, value, words, word, word_mask, sums, WORDS: tl.c
 
 @jit(do_not_specialize=["beta", "weight", "scale"])
 def _sign_encode(
-    runs, grad, c, heard, packets, sent_scales, heard_scales, sums, room, bad, beta, weight, scale, shift,
+    runs, grad, c, answer_words, packets, sent_scales, answer_scales, sums, room, bad, beta, weight, scale, shift,
     HAS_GRAD: tl.constexpr, ON_DEVICE: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     element, in_param, count, byte, _, shard = run_at(runs, tl.program_id(1))
@@ -74,8 +74,8 @@ def _sign_encode(
             mask, word_mask = inside(offset, count, full), inside(word * 64, count, full)
             at = element - shift + offset
             before = rest_of(tl.load(c + at, mask=mask, other=0.0), tl.load(sent_scales + shard))
-            up = unpack(tl.load(heard + element // 64 + word, mask=word_mask, other=0))
-            z = before + signed(up, beta * tl.load(heard_scales + shard))
+            up = unpack(tl.load(answer_words + element // 64 + word, mask=word_mask, other=0))
+            z = before + signed(up, beta * tl.load(answer_scales + shard))
             if HAS_GRAD:
                 g = widen(tl.load(grad + in_param + offset, mask=mask, other=0.0)) * number_at(scale, ON_DEVICE)
                 wish = z + g * weight
@@ -89,11 +89,11 @@ def sign_encode(
     runs: Tensor,
     grad: Tensor | None,
     c: Tensor,
-    heard: Tensor,
+    answer_words: Tensor,
     packets: Tensor,
     *,
     sent_scales: Tensor,
-    heard_scales: Tensor,
+    answer_scales: Tensor,
     sums: Tensor,
     beta: float,
     weight: float,
@@ -102,15 +102,15 @@ def sign_encode(
     bad: Tensor,
 ) -> None:
     """See the reference."""
-    device = home_of("sign_encode", "c", c)
-    arguments.sign_encode(runs, grad, c, heard, packets, sent_scales, heard_scales, sums, shift, device)
-    need_of_device("sign_encode", device, bad=bad, scale=scale)
+    device = device_of("sign_encode", "c", c)
+    arguments.sign_encode(runs, grad, c, answer_words, packets, sent_scales, answer_scales, sums, shift, device)
+    need_on_device("sign_encode", device, bad=bad, scale=scale)
     table, grid = runs_on(device, runs)
     by_tile = room_for_sums(grid, c.device)
     factor, on_device = number(scale)
     launch(
         _sign_encode, grid, c,
-        table, grad, c, heard, packets, sent_scales, heard_scales, by_tile, by_tile.shape[-1], bad,
+        table, grad, c, answer_words, packets, sent_scales, answer_scales, by_tile, by_tile.shape[-1], bad,
         float(beta), float(weight), factor, shift,
         HAS_GRAD=grad is not None, ON_DEVICE=on_device, WORDS=WORDS,
     )  # fmt: skip
@@ -165,9 +165,9 @@ def momentum_encode(
     bad: Tensor,
 ) -> None:
     """See the reference."""
-    device = home_of("momentum_encode", "c", c)
+    device = device_of("momentum_encode", "c", c)
     arguments.momentum_encode(runs, grad, m, c, packets, sent_scales, sums, shift, output, device)
-    need_of_device("momentum_encode", device, bad=bad, scale=scale)
+    need_on_device("momentum_encode", device, bad=bad, scale=scale)
     table, grid = runs_on(device, runs)
     by_tile = room_for_sums(grid, c.device) if output == Output.SIGNS else None
     factor, on_device = number(scale)
@@ -219,9 +219,9 @@ def sign_merge(
     shift: int,
 ) -> None:
     """See the reference; `last_scale` is a float32 on the device."""
-    device = home_of("sign_merge", "y", y)
+    device = device_of("sign_merge", "y", y)
     arguments.sign_merge(runs, rows, y, answer, scales, sums, shift, device)
-    need_of_device("sign_merge", device, scale=last_scale, scale_name="last_scale")
+    need_on_device("sign_merge", device, scale=last_scale, scale_name="last_scale")
     table, grid = runs_on(device, runs)
     by_tile = room_for_sums(grid, y.device)
     launch(
@@ -238,7 +238,7 @@ def sign_merge(
 
 @jit(do_not_specialize=["rate", "decay", "momentum", "parameter"])
 def _sign_apply(
-    runs, x, low, p, heard, scales, anchor, m, rate, decay, momentum, gate, parameter,
+    runs, x, low, p, answer_words, scales, anchor, m, rate, decay, momentum, gate, parameter,
     HAS_LOW: tl.constexpr, ANCHORED: tl.constexpr, HAS_M: tl.constexpr, GATED: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     element, in_param, count, _, _, shard = run_at(runs, tl.program_id(1))
@@ -249,11 +249,11 @@ def _sign_apply(
             mask, word_mask = inside(offset, count, full), inside(word * 64, count, full)
             at = in_param + offset
             scale = tl.load(scales + shard)
-            up = unpack(tl.load(heard + element // 64 + word, mask=word_mask, other=0))
-            base = tl.load(anchor + at, mask=mask, other=0.0) if ANCHORED else take_over(x, low, at, mask, HAS_LOW)
+            up = unpack(tl.load(answer_words + element // 64 + word, mask=word_mask, other=0))
+            base = tl.load(anchor + at, mask=mask, other=0.0) if ANCHORED else load_master(x, low, at, mask, HAS_LOW)
             of_p = tl.load(p + element + offset, mask=mask, other=0.0)
             moved = base * decay + signed(up == 0, rate * scale) * of_p
-            hand_back(x, low, at, mask, tl.where(of_p > 0, moved, base), HAS_LOW)
+            store_master(x, low, at, mask, tl.where(of_p > 0, moved, base), HAS_LOW)
             if HAS_M:
                 tl.store(m + element + offset, signed(up, scale * momentum), mask=mask)
 
@@ -263,7 +263,7 @@ def sign_apply(
     x: Tensor,
     low: Tensor | None,
     p: Tensor,
-    heard: Tensor,
+    answer_words: Tensor,
     scales: Tensor,
     *,
     rate: float,
@@ -274,14 +274,14 @@ def sign_apply(
     gate: Gate | None = None,
 ) -> None:
     """See the reference."""
-    device = home_of("sign_apply", "x", x)
-    arguments.sign_apply(runs, x, low, p, heard, scales, anchor, m, device)
-    need_of_device("sign_apply", device, gate=gate)
+    device = device_of("sign_apply", "x", x)
+    arguments.sign_apply(runs, x, low, p, answer_words, scales, anchor, m, device)
+    need_on_device("sign_apply", device, gate=gate)
     table, grid = runs_on(device, runs)
     opens, parameter, gated = gate_of(gate)
     launch(
         _sign_apply, grid, x,
-        table, x, low, p, heard, scales, anchor, m, float(rate), float(decay), float(momentum), opens, parameter,
+        table, x, low, p, answer_words, scales, anchor, m, float(rate), float(decay), float(momentum), opens, parameter,
         HAS_LOW=low is not None, ANCHORED=anchor is not None, HAS_M=m is not None, GATED=gated, WORDS=WORDS,
     )  # fmt: skip
 
@@ -298,12 +298,12 @@ def _step_apply(
         if has_tile(count, full, WORDS):
             mask = inside(offset, count, full)
             at = in_param + offset
-            base = take_over(x, low, at, mask, HAS_LOW)
+            base = load_master(x, low, at, mask, HAS_LOW)
             if ANCHORED:
                 tl.store(anchor + at, base, mask=mask)
             of_p = tl.load(p + element + offset, mask=mask, other=0.0)
             step = tl.load(floats_of(values, byte) + offset, mask=mask, other=0.0) * rate
-            hand_back(x, low, at, mask, tl.where(of_p > 0, base * decay - step * of_p, base), HAS_LOW)
+            store_master(x, low, at, mask, tl.where(of_p > 0, base * decay - step * of_p, base), HAS_LOW)
 
 
 def step_apply(
@@ -319,9 +319,9 @@ def step_apply(
     gate: Gate | None = None,
 ) -> None:
     """See the reference."""
-    device = home_of("step_apply", "x", x)
+    device = device_of("step_apply", "x", x)
     arguments.step_apply(runs, x, low, p, values, anchor, device)
-    need_of_device("step_apply", device, gate=gate)
+    need_on_device("step_apply", device, gate=gate)
     table, grid = runs_on(device, runs)
     opens, parameter, gated = gate_of(gate)
     launch(

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from thinwire.kernels import arguments
-from thinwire.kernels.triton.common import draw, home_of, jit, key_of, launch, splitmix
+from thinwire.kernels.triton.common import device_of, draw, jit, key_of, launch, splitmix
 
 _LANES = 512
 """Lanes of a program: four a thread, which fit into registers for 256 workers and more."""
@@ -71,8 +71,8 @@ def _vote_bit(
                 low, size = tl.where(left, low, low + half), tl.where(left, half, size - half)
             chosen |= votes
     if HAS_MAP:
-        living = tl.load(_lanes_of(active, 0) + first_lane + place, mask=mask, other=0)
-        some = (chosen & living) | (some & ~living)
+        active_lanes = tl.load(_lanes_of(active, 0) + first_lane + place, mask=mask, other=0)
+        some = (chosen & active_lanes) | (some & ~active_lanes)
     tl.store(_lanes_of(answer, answer_byte) + place, some, mask=mask)
 
 
@@ -89,7 +89,7 @@ def vote_bit(
     signal: Tensor | None,
 ) -> None:
     """See the reference."""
-    device = home_of("vote_bit", "rows", rows)
+    device = device_of("vote_bit", "rows", rows)
     arguments.vote_bit(rows, byte, active, first_word, words, answer, answer_byte, signal, device)
     workers = rows.shape[0]
     launch(
@@ -132,8 +132,8 @@ def _vote_majority(
     for plane in tl.static_range(PLANES):
         some |= counts[plane]
         more = tl.where((((workers >> 1) >> plane) & 1) == 0, counts[plane] | more, counts[plane] & more)
-    living = tl.load(_lanes_of(active, 0) + first_lane + place, mask=mask, other=0)
-    tl.store(_lanes_of(answer, answer_byte) + place, (more & living) | (some & ~living), mask=mask)
+    active_lanes = tl.load(_lanes_of(active, 0) + first_lane + place, mask=mask, other=0)
+    tl.store(_lanes_of(answer, answer_byte) + place, (more & active_lanes) | (some & ~active_lanes), mask=mask)
 
 
 def vote_majority(
@@ -149,7 +149,7 @@ def vote_majority(
     signal: Tensor | None,
 ) -> None:
     """See the reference."""
-    device = home_of("vote_majority", "rows", rows)
+    device = device_of("vote_majority", "rows", rows)
     arguments.vote_majority(rows, byte, active, first_word, words, answer, answer_byte, casting, signal, device)
     workers = rows.shape[0]
     launch(
@@ -183,7 +183,7 @@ def vote_count(
     signal: Tensor | None,
 ) -> None:
     """See the reference."""
-    device = home_of("vote_count", "rows", rows)
+    device = device_of("vote_count", "rows", rows)
     arguments.vote_count(rows, byte, active, first_word, words, planes, answer, answer_byte, signal, device)
     launch(
         _vote_count, (triton.cdiv(2 * words, _LANES),), rows,
@@ -202,11 +202,11 @@ def _signal(rows, stride, byte, workers, active, first_lane, lanes, signal, EVER
     for row in range(workers):
         votes = tl.load(_lanes_of(rows, tl.cast(row, tl.int64) * stride + byte) + place, mask=mask, other=0)
         counts += ((votes[:, None] >> bit) & 1).to(tl.int32)
-    living = tl.load(_lanes_of(active, 0) + first_lane + place, mask=mask, other=0)
-    lives = ((living[:, None] >> bit) & 1).to(tl.int32)
-    majority = tl.abs(2 * counts - workers) * lives
+    active_lanes = tl.load(_lanes_of(active, 0) + first_lane + place, mask=mask, other=0)
+    is_active = ((active_lanes[:, None] >> bit) & 1).to(tl.int32)
+    majority = tl.abs(2 * counts - workers) * is_active
     tl.atomic_add(signal, tl.sum(tl.sum(majority, axis=1), axis=0).to(tl.int64), sem="relaxed")
-    tl.atomic_add(signal + 1, tl.sum(tl.sum(lives, axis=1), axis=0).to(tl.int64), sem="relaxed")
+    tl.atomic_add(signal + 1, tl.sum(tl.sum(is_active, axis=1), axis=0).to(tl.int64), sem="relaxed")
 
 
 def _add_signal(

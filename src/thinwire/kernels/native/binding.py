@@ -1,0 +1,122 @@
+"""Makes the Python function of each native kernel.
+
+Three things define it, each written once: the reference's signature, the kernel's declaration in csrc/kernels.def, and
+the check of its tensors in `thinwire.kernels.arguments`. A parameter of the declaration is computed from the arguments
+by its name; csrc/kernels.def lists the rules. The function is compiled from source, so a call costs no more than one
+written by hand, and its signature is that of the reference.
+"""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from thinwire.kernels.native.library import Declaration, Parameter
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""The numbers of `thinwire_dtype` in csrc/thinwire.h."""
+
+_SUFFIXES = {
+    "_dtype": "dtypes[{0}.dtype]",
+    "_size": "{0}.numel()",
+    "_rows": "{0}.shape[0]",
+    "_columns": "{0}.shape[1]",
+}
+_IF_NONE = {"beta_b": "beta"}
+"""Arguments that are those of another name when they are None."""
+
+
+def bind(
+    declaration: Declaration,
+    reference: Callable[..., Any],
+    check: Callable[..., Any],
+    names: dict[str, Any],
+    on_failure: Callable[..., Any] | None = None,
+) -> Callable[..., Any]:
+    """The Python function of a kernel.
+
+    Args:
+        declaration: the kernel as the library declares it.
+        reference: the function of the reference, whose signature it gets.
+        check: what checks the tensors; its arguments are some of the reference's.
+        names: where the function looks up the kernel, by its name, whenever it is called.
+        on_failure: called with those of the arguments that it takes when the kernel returns 0.
+
+    Raises:
+        ImportError: when a parameter of the declaration follows from no argument of the reference.
+    """
+    arguments = inspect.signature(reference).parameters
+    name = declaration.name
+    has_runs = "runs" in arguments
+    values = [_value(declaration, parameter, arguments) for parameter in declaration.parameters]
+    call = f"{name}({', '.join(values)})"
+    checking = f"check_{name}({', '.join(_taken_by(check))})"
+    body = [f"bounds = {checking}" if has_runs else checking]
+    body += [f"if {one} is None: {one} = {other}" for one, other in _IF_NONE.items() if one in arguments]
+    if on_failure is not None:
+        body += [f"if not {call}:", f"    fail_{name}({', '.join(_taken_by(on_failure))})"]
+    elif inspect.signature(reference).return_annotation == "bool":
+        body.append(f"return {call} != 0")
+    else:
+        body.append(f"return {call}")
+    source = f"def call_{name}({_header(arguments)}):\n" + "".join(f"    {line}\n" for line in body)
+    names |= {f"check_{name}": check, f"fail_{name}": on_failure, "dtypes": DTYPES}
+    file = f"<thinwire native kernel {name}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)  # shown in tracebacks
+    exec(compile(source, file, "exec"), names)
+    function = names[f"call_{name}"]
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = reference.__doc__
+    function.__defaults__, function.__kwdefaults__ = reference.__defaults__, reference.__kwdefaults__
+    return function
+
+
+def _value(declaration: Declaration, parameter: Parameter, arguments: Mapping[str, inspect.Parameter]) -> str:
+    """The expression that computes a parameter from the arguments."""
+    name = parameter.name
+    if name in arguments:
+        if parameter.is_pointer:
+            return "bounds.pointer" if name == "runs" else _unless_none(arguments[name], f"{name}.data_ptr()", "None")
+        return f"float({name})" if "Tensor" in str(arguments[name].annotation) else name
+    if name == "n_runs":
+        return "bounds.rows"
+    if name.startswith("n_") and name[2:] in arguments:
+        return f"{name[2:]}.shape[0]"
+    if name.startswith("one_minus_") and name[10:] in arguments:
+        return f"1.0 - {name[10:]}"
+    if name.endswith("_stride") and name[:-7] in arguments:
+        # Rows of other types than bytes are declared as `void *`.
+        of_bytes = any(one.name == name[:-7] and "uint8_t" in one.type for one in declaration.parameters)
+        return f"{name[:-7]}.stride(0)" + ("" if of_bytes else f" * {name[:-7]}.element_size()")
+    for suffix, expression in _SUFFIXES.items():
+        of = name.removesuffix(suffix)
+        if of != name and of in arguments:
+            return _unless_none(arguments[of], expression.format(of), "0")
+    raise ImportError(
+        f"the library's kernel {declaration.name} takes {name}, which follows from no argument of the reference: "
+        "install thinwire again"
+    )
+
+
+def _unless_none(argument: inspect.Parameter, expression: str, otherwise: str) -> str:
+    if "None" in str(argument.annotation):
+        return f"{otherwise} if {argument.name} is None else {expression}"
+    return expression
+
+
+def _header(arguments: Mapping[str, inspect.Parameter]) -> str:
+    """The parameter list of a function that takes these arguments."""
+    parts: list[str] = []
+    for argument in arguments.values():
+        if argument.kind is inspect.Parameter.KEYWORD_ONLY and "*" not in parts:
+            parts.append("*")
+        parts.append(argument.name)
+    return ", ".join(parts)
+
+
+def _taken_by(function: Callable[..., Any]) -> list[str]:
+    return [name for name in inspect.signature(function).parameters if name != "device"]
