@@ -12,13 +12,15 @@ import thinwire
 from thinwire.cli.registry import ALL_COMMANDS, OPTIMIZERS, offered
 
 NAMES = {
-    "demo": "birder onebit-adam zero-one-adam onebit-lamb lamb cd-adam cd-adam-momentum cd-adam-topk sketched-amsgrad",
-    "bench exchange": "birder onebit-adam zero-one-adam onebit-lamb cd-adam cd-adam-topk sketched-amsgrad",
-    "bench step": "birder birder-majority birder-votes onebit-adam zero-one-adam onebit-lamb cd-adam cd-adam-topk "
+    "demo": "birder distributed-lion onebit-adam zero-one-adam onebit-lamb lamb cd-adam cd-adam-momentum cd-adam-topk "
     "sketched-amsgrad",
-    "chaos": "birder onebit-adam zero-one-adam onebit-lamb lamb cd-adam cd-adam-topk sketched-amsgrad",
-    "selftest": "birder birder-majority birder-votes onebit-adam zero-one-adam onebit-lamb lamb cd-adam cd-adam-topk "
+    "bench exchange": "birder distributed-lion onebit-adam zero-one-adam onebit-lamb cd-adam cd-adam-topk "
     "sketched-amsgrad",
+    "bench step": "birder birder-majority birder-votes distributed-lion onebit-adam zero-one-adam onebit-lamb cd-adam "
+    "cd-adam-topk sketched-amsgrad",
+    "chaos": "birder distributed-lion onebit-adam zero-one-adam onebit-lamb lamb cd-adam cd-adam-topk sketched-amsgrad",
+    "selftest": "birder birder-majority birder-votes distributed-lion onebit-adam zero-one-adam onebit-lamb lamb "
+    "cd-adam cd-adam-topk sketched-amsgrad",
 }
 
 

@@ -173,6 +173,14 @@ _ENTRIES = (
         commands=_VARIANT,
     ),
     Entry(
+        "distributed-lion",
+        "Distributed Lion",
+        thinwire.DistributedLion,
+        lr=1e-3,
+        betas=(0.8, 0.95),
+        stages=Stages(settling_steps=1),  # the first step has one more exchange than the others
+    ),
+    Entry(
         "onebit-adam",
         "1-bit Adam",
         thinwire.OneBitAdam,

@@ -72,8 +72,8 @@ class DistributedLion(WireOptimizer):
         check_replicas_every: compare a hash of the parameters over all ranks after every so many steps; 0 for never.
 
     When not to use it:
-        As a first choice: it is here as a reference. In `thinwire study` Lion ended behind Birder with as many bits on
-        text (docs/convergence.md). Signs of noisy gradients are biased: where workers have small batches, coordinates
+        As a first choice: it is here as a reference. In `thinwire study` Lion ended 5.8 % above AdamW's loss on text,
+        Birder with as many bits 1.9 % (docs/convergence.md). Signs of noisy gradients are biased: where workers have small batches, coordinates
         whose gradients are mostly noise move as fast as all others. Its local update is written in torch, not as a
         fused kernel, and costs several passes over memory.
 
