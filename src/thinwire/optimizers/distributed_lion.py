@@ -73,9 +73,13 @@ class DistributedLion(WireOptimizer):
 
     When not to use it:
         As a first choice: it is here as a reference. In `thinwire study` Lion ended 5.8 % above AdamW's loss on text,
-        Birder with as many bits 1.9 % (docs/convergence.md). Signs of noisy gradients are biased: where workers have small batches, coordinates
-        whose gradients are mostly noise move as fast as all others. Its local update is written in torch, not as a
-        fused kernel, and costs several passes over memory.
+        Birder with as many bits 1.9 % (docs/convergence.md). Signs of noisy gradients are biased: where workers have
+        small batches, coordinates whose gradients are mostly noise move as fast as all others. Its local update is
+        written in torch, not as a fused kernel, and costs several passes over memory.
+
+    Gradient clipping:
+        Only the sign of the update is sent, so clipping changes nothing but the momentum. Under `attach` gradients are
+        encoded before `clip_grad_norm_` sees them.
 
     Differences from the paper:
         * In a tie the majority is what one worker sent, another one at each step; the paper does not move then.
