@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from thinwire.compressors.codecs.count_sketch import CountSketch
-from thinwire.compressors.local import NOTHING_TRAVELS
+from thinwire.compressors.local import NO_PAYLOAD
 from thinwire.transport.buffers import Frame, PacketBuffers
 from thinwire.transport.state import State
 
@@ -18,7 +18,7 @@ class Sketching:
         into: the codec and its packet; None if nothing is sketched.
     """
 
-    payload = NOTHING_TRAVELS
+    payload = NO_PAYLOAD
 
     def __init__(self, values: Tensor, into: tuple[CountSketch, Tensor] | None) -> None:
         self._values = values
