@@ -438,7 +438,7 @@ each_place = pytest.mark.parametrize("which", [slice(0, 1), slice(2, 3), slice(4
 @each_place
 def test_indices_beyond_the_vector_are_refused(which: slice, bad: int, kernels: Kernels) -> None:
     codec, values = TopK(kernels, 0.05), guarded(vector(100, seed=1))
-    with pytest.raises(ValueError, match="a packet of top-k has indices beyond the 100 elements that there are"):
+    with pytest.raises(ValueError, match="a top-k packet has an index beyond its 100 elements"):
         codec.decode(spoilt_packet(codec, bad, which), values)
     outside = torch.cat([allocation(values)[:ROOM], allocation(values)[ROOM + 4 * 100 :]])
     assert bool((outside == 0xA5).all()), "something was written beside the values"
@@ -448,7 +448,7 @@ def test_indices_beyond_the_vector_are_refused(which: slice, bad: int, kernels: 
 @each_bad_index
 def test_of_a_packet_that_is_refused_nothing_is_written(bad: int, kernels: Kernels) -> None:
     codec, values = TopK(kernels, 0.05), vector(100, seed=1)
-    with pytest.raises(ValueError, match="a packet of top-k has indices beyond the 100 elements that there are"):
+    with pytest.raises(ValueError, match="a top-k packet has an index beyond its 100 elements"):
         codec.decode(spoilt_packet(codec, bad, slice(2, 3)), values)
     assert torch.equal(values, vector(100, seed=1))
 
