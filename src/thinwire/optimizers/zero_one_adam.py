@@ -322,8 +322,8 @@ class ZeroOneAdamRule(UpdateRule):
         if not self._interval.frozen_at:
             return flags
         after_local_steps = self._interval.local_steps > 0
-        self._interval.note(self._rates, self._decays, local=session.uses(LOCAL))
-        self._totals = self._interval.of_groups()
+        self._interval.add_step(self._rates, self._decays, local=session.uses(LOCAL))
+        self._totals = self._interval.totals()
         for position in self.present():
             self._touched.now[position] |= _PRESENT
         if session.uses(LOCAL):
@@ -409,7 +409,7 @@ class ZeroOneAdamRule(UpdateRule):
         session.begin_step(self.context.step, SIGNS, flags=packet.SYNCHRONIZE, earlier=self._presence_since())
         session.repeat(SIGNS, RuleEncoder(self))
         self._signs.read_answers()
-        self._totals = self._interval.of_groups()
+        self._totals = self._interval.totals()
         apply_all()
         self._end_interval()
 
@@ -450,7 +450,7 @@ class ZeroOneAdamRule(UpdateRule):
             return
         for position, anchor in anchors.items():
             self.context.set_value(position, anchor)
-        sums, decays = self._interval.of_groups()
+        sums, decays = self._interval.totals()
         for position, touched in enumerate(self._touched.now):
             group = self.context.group_index[position]
             # "reset" drops the residuals, and the progress of the workers with them: one buffer holds both.
