@@ -170,7 +170,7 @@ class ScaledSign:
 
     @property
     def has_previous(self) -> bool:
-        """Whether there is an answer before the last one that is not all zeros, as it is at the start."""
+        """Whether there is an answer before the last one. At the start there is none, or one of zeros."""
         return self.previous_answer_scales is not None and bool(self.previous_answer_scales.any())
 
     def reset(self) -> None:

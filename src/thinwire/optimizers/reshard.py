@@ -129,7 +129,7 @@ def copy_for(optimizer: WireOptimizer, peers: Peers, topology: Topology, bucket_
     made._rule = copy.copy(optimizer._rule)
     made._skips = copy.copy(optimizer._skips)
     made._step_count = torch.zeros_like(optimizer._step_count)
-    # Detached copies, because requires_grad must be as it was when the optimizer was made, not as it is now.
+    # Detached views, because requires_grad must be as it was when the optimizer was made, not as it is now.
     held = set(optimizer._flat_params)
     groups = [
         {**group, "params": [p.detach().requires_grad_(p in held) for p in group["params"]]}
