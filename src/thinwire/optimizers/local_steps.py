@@ -35,7 +35,7 @@ class Interval:
     """Sums over the steps since replicas were equal, in one small tensor that is saved with the state.
 
     Args:
-        groups: how many parameter groups there are.
+        groups: the number of parameter groups.
     """
 
     def __init__(self, groups: int) -> None:

@@ -97,7 +97,7 @@ class Warmup:
     Args:
         length: of the warm-up in steps, or "auto".
         beta2: of the variance, the largest of all groups.
-        groups: how many parameter groups there are.
+        groups: the number of parameter groups.
     """
 
     def __init__(self, length: Length, beta2: float, groups: int) -> None:
