@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from tests.distributed.common import environment, token_loss, token_net
-from thinwire.compressors.all_reduce import Sum
+from thinwire.compressors.all_reduce import EncodedAllReduce
 from thinwire.optimizers.optimizer import WireOptimizer
 from thinwire.transport.lane_transport import LaneTransport
 from thinwire.transport.node import LaneNode
@@ -89,8 +89,8 @@ STAGES = {
     "the exchange after a greeting": Stage(LaneTransport, "_send", call=7, step=1, attach=False, noticed=(1,)),
     "dense packets": Stage(LaneTransport, "_send", call=3, **WARM_UP),
     "dense merging": Stage(LaneTransport, "_merge_presence", call=2, **WARM_UP),
-    "sketches": Stage(Sum, "exchange", **SKETCH),
-    "values after a sketch": Stage(Sum, "exchange", call=2, **SKETCH),
+    "sketches": Stage(EncodedAllReduce, "exchange", **SKETCH),
+    "values after a sketch": Stage(EncodedAllReduce, "exchange", call=2, **SKETCH),
     "the replica check": Stage(Peers, "gather_integer", world_size=4, **CHECK),
     "gradients of the node": Stage(LaneNode, "scatter", call=3, **NODES),
     "merging between nodes": Stage(LaneTransport, "_merge_presence", call=2, victim=0, **NODES),

@@ -470,7 +470,7 @@ def test_what_ranks_cannot_agree_on_is_an_error_on_every_rank() -> None:
         assert all(at_step == at_attach for at_step, at_attach in of_rank)
     found = {name: at_step for name, (at_step, _) in zip(ENVIRONMENTS, results[0], strict=True)}
     disagree = (
-        "ranks disagree on how many ranks a node has (start as many on each, or use topology='flat'): "
+        "ranks disagree on the number of ranks per node (start as many on each, or use topology='flat'): "
         "'LOCAL_WORLD_SIZE="
     )
     assert f"{disagree}2' on ranks 0, 1; 'LOCAL_WORLD_SIZE=1' on rank 2" in found["2 ranks, 2 and 1"]
@@ -478,7 +478,7 @@ def test_what_ranks_cannot_agree_on_is_an_error_on_every_rank() -> None:
     assert found["garbage"] == "LOCAL_WORLD_SIZE='two': expected the number of ranks on this node"
     assert f"{disagree}3' on ranks 0, 1; \"topology='flat'\" on rank 2" in found["garbage on one"]
     assert "LOCAL_WORLD_SIZE is not set" in found["not set"]
-    assert "ranks disagree on how many ranks a node has" in found["not set, not asked for on one"]
+    assert "ranks disagree on the number of ranks per node" in found["not set, not asked for on one"]
     assert f"{disagree}3' on ranks 0, 1; \"topology='flat'\" on rank 2" in found["flat on one"]
     assert (
         "ranks disagree on the topology: '1 nodes of 3 ranks' on ranks 0, 1; 'flat' on rank 2" in found["auto on one"]

@@ -6,7 +6,6 @@ import io
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -149,20 +148,6 @@ def test_another_world_size_is_refused_by_every_rank(saved_by: int, loaded_by: i
     for error in run_ranks_expecting_errors(load_small, loaded_by, saved):
         assert error.type_name == "ValueError"
         assert f"the state dict is of {saved_by} ranks, this run has {loaded_by}" in error.message
-
-
-def test_groups_that_were_saved_before_there_was_a_gain_are_the_papers() -> None:
-    p = torch.nn.Parameter(torch.ones(3))
-    saved = thinwire.Birder([p], lr=0.5, beta=0.9).state_dict()
-    for group in saved["param_groups"]:
-        del group["beta_b"], group["gain"]
-    optimizer = thinwire.Birder([p])
-    optimizer.load_state_dict(saved)
-    [group] = optimizer.param_groups
-    assert (group["lr"], group["beta"], group["beta_b"], group["gain"]) == (0.5, 0.9, None, 1.0)
-    p.grad = torch.tensor([1.0, -1.0, 0.0])
-    optimizer.step()
-    np.testing.assert_allclose(p.detach(), [0.995 - 0.5, 0.995 + 0.5, 1.0], rtol=1e-6)
 
 
 def test_another_ranks_state_is_a_warning() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tests.unit.formulas import Array, double, sign_of
 from tests.unit.kernel_cases import ON_CPU, ROOM, allocation, guarded, random
-from thinwire.compressors.all_reduce import Sum
+from thinwire.compressors.all_reduce import EncodedAllReduce
 from thinwire.compressors.codecs import AddingCodec, Codec, Projection
 from thinwire.compressors.codecs.count_sketch import CountSketch
 from thinwire.compressors.codecs.dense import Floats
@@ -410,14 +410,15 @@ ALONE = Topology(((0,),), 0, 0, "a test")
 
 @each_kernels
 def test_only_encodings_that_add_can_be_summed(kernels: Kernels) -> None:
-    with pytest.raises(TypeError, match=r"^Sign in a sum: .*AddingCodec, such as CountSketch or Floats"):
-        Sum([(Sign(kernels), 10)], ALONE, kernels)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match=r"^TopK in a sum: .*AddingCodec, such as CountSketch or Floats"):
-        Sum([(Floats(), 10), (TopK(kernels, 0.1), 10)], ALONE, kernels)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"^Sign in an all-reduce: .*AddingCodec, such as CountSketch or Floats"):
+        EncodedAllReduce([(Sign(kernels), 10)], ALONE, kernels)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"^TopK in an all-reduce: .*AddingCodec, such as CountSketch or Floats"):
+        EncodedAllReduce([(Floats(), 10), (TopK(kernels, 0.1), 10)], ALONE, kernels)  # pyright: ignore[reportArgumentType]
     for make in CODECS.values():
         assert make(kernels).adds == isinstance(make(kernels), AddingCodec)
     contents: list[tuple[AddingCodec, int]] = [(CountSketch(kernels, 3, 7), 1000), (Floats(), 5)]
-    assert [packet.numel() for packet in Sum(contents, ALONE, kernels).packets] == [3 * 7 * 4 + 4, 5 * 4 + 4]
+    packets = EncodedAllReduce(contents, ALONE, kernels).packets
+    assert [packet.numel() for packet in packets] == [3 * 7 * 4 + 4, 5 * 4 + 4]
 
 
 def spoilt_packet(codec: TopK, bad: int, which: slice) -> Tensor:
@@ -437,7 +438,7 @@ each_place = pytest.mark.parametrize("which", [slice(0, 1), slice(2, 3), slice(4
 @each_place
 def test_indices_beyond_the_vector_are_refused(which: slice, bad: int, kernels: Kernels) -> None:
     codec, values = TopK(kernels, 0.05), guarded(vector(100, seed=1))
-    with pytest.raises(ValueError, match="a packet of top-k has indices beyond the 100 elements that there are"):
+    with pytest.raises(ValueError, match="a top-k packet has an index beyond its 100 elements"):
         codec.decode(spoilt_packet(codec, bad, which), values)
     outside = torch.cat([allocation(values)[:ROOM], allocation(values)[ROOM + 4 * 100 :]])
     assert bool((outside == 0xA5).all()), "something was written beside the values"
@@ -447,7 +448,7 @@ def test_indices_beyond_the_vector_are_refused(which: slice, bad: int, kernels: 
 @each_bad_index
 def test_of_a_packet_that_is_refused_nothing_is_written(bad: int, kernels: Kernels) -> None:
     codec, values = TopK(kernels, 0.05), vector(100, seed=1)
-    with pytest.raises(ValueError, match="a packet of top-k has indices beyond the 100 elements that there are"):
+    with pytest.raises(ValueError, match="a top-k packet has an index beyond its 100 elements"):
         codec.decode(spoilt_packet(codec, bad, slice(2, 3)), values)
     assert torch.equal(values, vector(100, seed=1))
 

@@ -289,7 +289,7 @@ def test_another_policy_is_refused(optimizer: WireOptimizer) -> None:
 
 @pytest.mark.parametrize("nodes", [(), ((),), ((0,), (2,)), ((0, 1), (1, 2)), ((0, 1), (2,)), ((1,), (2,))], ids=str)
 def test_nodes_that_no_run_has_are_refused(nodes: Nodes) -> None:
-    with pytest.raises(ValueError, match="expected every rank once, and equally many on every node"):
+    with pytest.raises(ValueError, match="expected every rank once, and the same number of ranks on every node"):
         SavedRun(nodes, None, lambda _: {})
 
 

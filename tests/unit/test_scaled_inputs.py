@@ -143,7 +143,7 @@ def test_a_warm_up_as_long_as_the_run_is_a_warning(
     message = str(warning.message)
     assert message.startswith(f"warmup_steps={warmup_steps!r} with total_steps={total_steps}: ")
     assert f"takes at least {least} steps" in message
-    assert "the whole run is going to be dense and sends as much as DDP does" in message
+    assert "the whole run is dense and sends as much as DDP" in message
     assert "smaller beta2" in message
     assert "thinwire.Birder" in message
 

@@ -1,4 +1,4 @@
-"""How codecs fill packets, and the runs of the shards that a rank owns."""
+"""The layout of packets that a codec fills, and the runs of the shards that a rank owns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from thinwire.transport.packet import HEADER_BYTES
 
 
 def payload_of(codec: Codec, more_words: Callable[[int], int] = lambda _: 0) -> Payload:
-    """What packets carry, up and down, when a codec fills them and leaves room for more words."""
+    """The size of packets, up and down, that hold a codec's bytes and `more_words(shard_words)` words after them."""
 
     def words(shard_words: int) -> int:
         return codec.nbytes(WORD * shard_words) // WORD_BYTES + more_words(shard_words)
@@ -25,12 +25,12 @@ def payload_of(codec: Codec, more_words: Callable[[int], int] = lambda _: 0) -> 
 
 
 class SignPackets:
-    """Packets of signs and scales, and the sums that scales are made of.
+    """Packets of signs and scales, and the sums from which scales are computed.
 
     Args:
         buffers: the packets.
-        codec: what they carry.
-        sums: how many sums a run has.
+        codec: the codec of their payload.
+        sums: the number of sums per run.
     """
 
     def __init__(self, buffers: PacketBuffers, codec: Sign, sums: int) -> None:
@@ -41,15 +41,15 @@ class SignPackets:
         counts = [part.up_runs.shape[0] for part in parts]
         self.all_sums = torch.zeros(sum(counts), sums, dtype=torch.float64, device=device)
         self.sums = list(self.all_sums.split(counts))
-        """For every part the sums of each of its runs."""
+        """For each part, the sums of its runs."""
         rows: list[list[int]] = [[] for _ in range(buffers.layout.shards)]
-        numbers = [number for part in parts for number in part.up_runs[:, 5].tolist()]
-        for row, number in enumerate(numbers):
-            rows[number].append(row)
-        self.rows_of = [torch.tensor(of_shard, dtype=torch.int64, device=device) for of_shard in rows]
-        """For every shard of the model its rows of `all_sums`."""
+        shards = [shard for part in parts for shard in part.up_runs[:, 5].tolist()]
+        for row, shard in enumerate(shards):
+            rows[shard].append(row)
+        self.rows_of = [torch.tensor(shard_rows, dtype=torch.int64, device=device) for shard_rows in rows]
+        """For each shard of the model, its rows of `all_sums`."""
         self.answers: list[tuple[Bucket, Tensor, Tensor]] = []
-        """For every bucket the signs and scales of its answers, a row a shard."""
+        """For each bucket, the signs and the scales of its answers, one row per shard."""
         self._sent_scales: list[Tensor] = []
         self._received_scales: list[Tensor] = []
         for frame in buffers.frames:
@@ -62,26 +62,26 @@ class SignPackets:
             self._received_scales.append(codec.scales_of(received, length))
 
     def received_scales(self, frame: Frame) -> Tensor:
-        """The scale of what each worker has sent."""
+        """The scale that each worker sent."""
         return self._received_scales[frame.bucket.index].contiguous()
 
     def sent_scale(self, frame: Frame, row: int) -> Tensor:
-        """Where the scale of a packet to be sent stands, as a view."""
+        """A view of the scale in a packet to be sent."""
         return self._sent_scales[frame.bucket.index][row : row + 1]
 
     def answer_scale(self, frame: Frame, shard: int) -> Tensor:
-        """Where the scale of an answer stands, as a view."""
+        """A view of the scale in an answer."""
         return self.answers[frame.bucket.index][2][shard : shard + 1]
 
     def read_answers(self, scales: Tensor) -> None:
-        """Put the scales of all answers into a table that has one for every shard."""
-        for bucket, _, of_bucket in self.answers:
+        """Copy the scales of all answers into `scales`, which has one element per shard of the model."""
+        for bucket, _, bucket_scales in self.answers:
             number = bucket.shard_number(0)
-            scales[number : number + bucket.shards] = of_bucket
+            scales[number : number + bucket.shards] = bucket_scales
 
 
 class OwnedRuns:
-    """For every bucket a table of runs of the shard that this rank owns, whose bytes count from a packet's beginning.
+    """For each bucket, the runs of the shard that this rank owns. Their byte offsets count from the start of a packet.
 
     Args:
         layout: the flat space.
@@ -91,11 +91,11 @@ class OwnedRuns:
     def __init__(self, layout: Layout, node: int) -> None:
         self.shards = layout.owned_by(node)
         self.size = layout.held_size(self.shards)
-        """How many elements a memory of all owned shards has."""
+        """The number of elements in all owned shards."""
         self.positions: list[list[int]] = [[] for _ in layout.buckets]
-        """Of the parameters whose runs these are."""
+        """For each bucket, the position of the parameter that each run belongs to."""
         self.lengths = [0] * layout.shards
-        """How many elements every shard of the model has, owned or not, without padding."""
+        """The number of elements of each shard of the model, owned or not, without padding."""
         runs: list[list[list[int]]] = [[] for _ in layout.buckets]
         for position, slot in enumerate(layout.slots):
             for piece in layout.pieces(slot):
@@ -107,6 +107,6 @@ class OwnedRuns:
                     byte = HEADER_BYTES + (piece.start - first) // 8
                     runs[bucket.index].append([piece.start, 0, piece.stop - piece.start, byte, 0, number])
                     self.positions[bucket.index].append(position)
-        self.tables = [torch.tensor(of_bucket, dtype=torch.int64, device=HOST).view(-1, 6) for of_bucket in runs]
+        self.tables = [torch.tensor(rows, dtype=torch.int64, device=HOST).view(-1, 6) for rows in runs]
         self.rows = [torch.arange(len(table), device=layout.device) for table in self.tables]
-        """All rows of a table of sums that has one a run."""
+        """For each bucket, the row numbers of a table of sums with one row per run."""

@@ -1,4 +1,4 @@
-"""A plain all-reduce by the stages that there are: encodings that add are averaged over workers, as they are."""
+"""An all-reduce of encodings: those that can be added are averaged over workers without decoding them."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ from thinwire.transport.topology import Topology
 from thinwire.transport.transport import Transport
 
 
-class Sum:
-    """Encodings of some vectors, averaged over workers and summed over the ranks of each: a rank of a node encodes its
-    own slices, and zeros for the others.
+class EncodedAllReduce:
+    """Averages encodings of vectors over workers, and sums them over the ranks of each worker.
+
+    A rank of a node encodes its own slices, and zeros for the slices of the other ranks.
 
     Args:
-        contents: a codec and the length of a vector for each of them.
-        topology: who takes part.
+        contents: for each vector, its codec and its length.
+        topology: which ranks form a worker.
         kernels: the backend.
-        channel: its number among the channels that share connections.
+        channel: a number that distinguishes the channels that share connections.
 
     Raises:
-        TypeError: for a codec whose encodings do not add: their sum would say nothing.
+        TypeError: for a codec that is not an `AddingCodec`: the sum of its encodings has no meaning.
     """
 
     def __init__(
@@ -40,13 +41,13 @@ class Sum:
         for codec, _ in contents:
             if not isinstance(codec, AddingCodec):
                 raise TypeError(
-                    f"{type(codec).__name__} in a sum: the sum of its encodings is not the encoding of a sum; expected "
-                    "an AddingCodec, such as CountSketch or Floats"
+                    f"{type(codec).__name__} in an all-reduce: the sum of its encodings is not the encoding of the sum."
+                    " Expected an AddingCodec, such as CountSketch or Floats"
                 )
         sizes = [codec.nbytes(length) for codec, length in contents]
         memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=HOST)
         self.packets = list(memory.split(sizes))
-        """One for each content: to be encoded into before `exchange`, and afterwards the encoding of the mean."""
+        """One per vector. Encode into it before `exchange`; afterwards it holds the encoding of the mean."""
         self._floats = memory.view(torch.float32)
         self._topology = topology
         self._kernels = kernels
@@ -62,7 +63,7 @@ class Sum:
         self._channel = Channel(self._dense, layout, topology, channel)
 
     def exchange(self, transport: Transport, step: int, flags: int) -> int:
-        """Average over all ranks, which must all do so in this step; the flags seen."""
+        """Average the packets of all ranks, which must all call it in this step; return the flags of all ranks."""
         channel, buffers, meter = self._channel, self._channel.buffers, transport.meter
         presence = Presence(len(buffers.frames))
         transport.begin(channel, step)
@@ -85,5 +86,5 @@ class Sum:
         return transport.flags_seen
 
     def _encode_mean(self, _: int, part: Part, mean: Tensor | None) -> int:
-        # A mean of slices and zeros, which should be their sum.
+        # The node computes the mean of slices and zeros; times the number of slices, it is their sum.
         return packet.NONFINITE if self._dense.encode(part, mean, float(self._topology.slices)) else 0

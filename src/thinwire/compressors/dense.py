@@ -21,7 +21,7 @@ def _float_words(shard_words: int) -> int:
 
 
 class Dense:
-    """Sends floats up and their mean down, in the same memory.
+    """Workers send floats, and owners answer with their mean, in the same memory.
 
     Args:
         kernels: the backend.
@@ -38,14 +38,14 @@ class Dense:
         self.packets = buffers.sent
 
     def encode(self, part: Part, grad: Tensor | None, scale: Scale, largest: float = LARGEST) -> bool | None:
-        """Write a gradient times `scale`, or zeros, into the packets; whether it was not finite or beyond `largest`."""
+        """Write a gradient times `scale`, or zeros, into the packets; whether it is not finite or exceeds `largest`."""
         return self._kernels.dense_encode(part.up_runs, grad, self.packets, scale=scale, largest=largest)
 
     def seal(self, frame: Frame) -> None:
         """See `Compressor`."""
 
     def merge(self, frame: Frame, shard: int) -> None:
-        """Answer with the mean. With a single worker the answer is the packet itself."""
+        """Answer with the mean. With a single worker, the answer is its packet."""
         if frame.received is not frame.sent:
             floats = slice(HEADER_BYTES, HEADER_BYTES + WORD_BYTES * _float_words(frame.bucket.shard_words))
             rows, answer = (packets[..., floats].view(_FLOAT) for packets in (frame.received, frame.answers[shard]))

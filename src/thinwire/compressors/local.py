@@ -1,4 +1,4 @@
-"""For local steps: a worker's momentum stays inside its node."""
+"""Compressors for local steps: a worker's momentum does not leave its node."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from thinwire.kernels.modes import Output
 from thinwire.transport.buffers import Frame, PacketBuffers, Part, Payload
 from thinwire.transport.state import State
 
-NOTHING_TRAVELS = Payload(up_words=lambda _: 0, down_words=lambda _: 0, element_bits=0, in_place=True)
+NO_PAYLOAD = Payload(up_words=lambda _: 0, down_words=lambda _: 0, element_bits=0, in_place=True)
 
 
-class Alone:
-    """A worker of one rank. Packets are empty, and the momentum is read in place.
+class LocalMomentum:
+    """The momentum of a worker with one rank. Packets are empty, and the momentum is read in place.
 
     Args:
-        m: the momentum, of the whole flat space.
+        m: the momentum, over the whole flat space.
     """
 
-    payload = NOTHING_TRAVELS
+    payload = NO_PAYLOAD
     output = Output.NOTHING
 
     def __init__(self, m: Tensor) -> None:
@@ -45,15 +45,15 @@ class Alone:
         return State()
 
     def momentum(self, part: Part) -> tuple[Tensor, Tensor]:
-        """Runs, and the memory in which they find a part's momentum."""
+        """The runs of a part, and the bytes into which they point for its momentum."""
         return self._runs[part.index], self._values
 
 
-class AmongNode(Dense):
-    """A worker of several ranks. Each sends the momentum of its slice to the others."""
+class NodeMomentum(Dense):
+    """The momentum of a worker with several ranks. Each rank sends that of its slice to the other ranks of the node."""
 
     output = Output.MOMENTUM
 
     def momentum(self, part: Part) -> tuple[Tensor, Tensor]:
-        """Runs, and the memory in which they find a part's momentum."""
+        """The runs of a part, and the bytes into which they point for its momentum."""
         return part.down_runs, self.packets

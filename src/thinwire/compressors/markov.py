@@ -1,8 +1,9 @@
 """Markov compression: each message is the compressed difference to what the receivers already know.
 
-A worker has a value `w`; the receivers know `known`. It sends the encoding of `w - known`, and both sides add that to
-`known`, which so follows `w`. The owner of a shard does the same with the mean of the workers' known values, and all
-ranks add its answers to `followed`. There is no residual: what an encoding leaves out is part of the next difference.
+A worker has a value `w`, of which the receivers know `known`. It sends the encoding of `w - known`, and both sides add
+the decoded difference to `known`, which therefore follows `w`. The owner of a shard does the same with the mean of the
+workers' known values, and all ranks add its answers to `followed`. There is no residual: what an encoding leaves out is
+part of the next difference.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from thinwire.transport.state import State
 
 
 class _LostShare:
-    """The share of a squared norm that encodings have left out."""
+    """The fraction of the squared norm that encodings left out."""
 
     def __init__(self, parts: int) -> None:
         self._wanted = [0.0] * parts
@@ -45,13 +46,13 @@ class _LostShare:
 
 
 class Markov:
-    """Sends differences by any codec that is a projection, encoded shard by shard.
+    """Sends differences with any codec that is a projection, shard by shard.
 
     Args:
         layout: the flat space.
         node: the number of this rank's worker.
         kernels: the backend.
-        codec: makes a codec. There are two, because workers and owners encode at the same time.
+        codec: makes a codec. It is called twice, because workers and owners encode at the same time.
     """
 
     def __init__(self, layout: Layout, node: int, kernels: Kernels, codec: Callable[[], Projection]) -> None:
@@ -76,7 +77,7 @@ class Markov:
         self._frames = buffers.frames
 
     def encode(self, part: Part, grad: Tensor | None, m: Tensor | None, *, beta: float, scale: Scale) -> bool | None:
-        """Compute the difference for a gradient, or with `m` for the momentum it updates; whether it was not finite."""
+        """Compute the difference for a gradient, or with `m` for the momentum it updates; whether it is not finite."""
         return self._kernels.markov_difference(
             part.up_runs,
             grad,
@@ -109,7 +110,7 @@ class Markov:
         shift = bucket.shift_of(self._owned.shards)
         mean = self.mean[first - shift : first - shift + length]
         for worker, packet in enumerate(frame.received):
-            with _blaming(f"the packet of worker {worker} for bucket {bucket.index}"):
+            with _naming_packet(f"the packet of worker {worker} for bucket {bucket.index}"):
                 self._down.decode(_payload(packet, self._down, length), mean, 1.0 / frame.received.shape[0])
         difference = torch.sub(mean, followed, out=self._answer[:length])
         self._down.encode(difference, _payload(frame.answers[shard], self._down, length))
@@ -120,7 +121,7 @@ class Markov:
             length = frame.bucket.shard_elements
             for shard, packet in enumerate(frame.answers):
                 first = frame.bucket.start + shard * length
-                with _blaming(f"the answer for shard {shard} of bucket {frame.bucket.index}"):
+                with _naming_packet(f"the answer for shard {shard} of bucket {frame.bucket.index}"):
                     self._down.decode(_payload(packet, self._down, length), self.followed[first : first + length])
 
     def state(self) -> State:
@@ -133,7 +134,7 @@ class Markov:
 
 
 @contextmanager
-def _blaming(what: str) -> Iterator[None]:
+def _naming_packet(what: str) -> Iterator[None]:
     """Name the packet if a codec rejects its bytes. The transport reports it to all ranks."""
     try:
         yield
@@ -146,13 +147,13 @@ def _payload(packet: Tensor, codec: Codec, length: int) -> Tensor:
 
 
 class MarkovSign:
-    """Sends differences by scaled signs, with one pass over memory at a worker.
+    """Sends differences as scaled signs, with one pass over memory per worker.
 
     The scale of a shard is known only after all of it is encoded, so `known` stays as it was before the last message.
-    The signs and scale of that message are kept, and the next pass adds them on the fly. One bit has no zero: inactive
-    coordinates send activation bits, as in `thinwire.compressors.stochastic_sign`, but an active coordinate stays
-    active. A word that is zero on all workers is *quiet*. One more bit per word says so, and all ranks then set what
-    they know of it to zero. docs/protocol.md has the rules.
+    The worker keeps the signs and the scale of that message, and the next pass adds them on the fly. One bit has no
+    zero, so inactive coordinates send activation bits, as in `thinwire.compressors.stochastic_sign`; an active
+    coordinate stays active. A word that is zero on all workers is *quiet*. An additional bit per word marks it, and all
+    ranks set their known values of a quiet word to zero. docs/protocol.md has the rules.
 
     Args:
         layout: the flat space.
@@ -168,7 +169,7 @@ class MarkovSign:
         self.sent_bits = torch.zeros(layout.own_size // WORD, dtype=torch.int64, device=layout.device)
         """The bits of the last message, one per element of this rank's slices."""
         self._nonzero = torch.zeros(layout.own_size // WORD, dtype=torch.uint8, device=layout.device)
-        """One byte per word of this rank's slices: whether its value is not zero."""
+        """One byte per word of this rank's slices: 1 if any of its values is not zero."""
         self.sent_scales = torch.zeros(layout.shards, dtype=torch.float32, device=layout.device)
         self.mean = untouched_zeros(self._owned.size, torch.float32, layout.device)
         """The mean of the known values of all workers, of the shards that this rank owns."""
@@ -185,7 +186,7 @@ class MarkovSign:
             torch.zeros(len(table), 3, dtype=torch.float64, device=layout.device) for table in self._owned.tables
         ]
         self._codec = Sign(kernels)
-        bits.places(layout.device)
+        bits.bit_positions(layout.device)  # cached here, before other streams use it
         self.payload = payload_of(self._codec, words_for)
 
     def bind(self, buffers: PacketBuffers) -> None:
@@ -197,10 +198,10 @@ class MarkovSign:
         self._mode = MarkovMode.ACTIVATION if activation else MarkovMode.ORDINARY
 
     def activate(self, *, has_momentum: bool) -> None:
-        """Read the activation bits. The next exchange sends what the activation round did not.
+        """Read the activation bits. The next exchange sends the values of this step.
 
         Args:
-            has_momentum: whether there is a momentum, which remembers it.
+            has_momentum: whether a momentum holds these values; otherwise `known` holds the gradient until then.
         """
         self.read_answers()
         self.update_activity()
@@ -213,7 +214,7 @@ class MarkovSign:
         self.known.zero_()
 
     def encode(self, part: Part, grad: Tensor | None, m: Tensor | None, *, beta: float, scale: Scale) -> bool | None:
-        """Send a gradient, or with `m` the momentum that it updates; whether it was not finite."""
+        """Send a gradient, or with `m` the momentum that it updates; whether it is not finite."""
         return self._kernels.markov_encode(
             part.up_runs,
             grad,
@@ -234,7 +235,7 @@ class MarkovSign:
         )
 
     def seal(self, frame: Frame) -> None:
-        """Add the scales."""
+        """Add the scales, and the bits of words that are not quiet."""
         bucket = frame.bucket
         first = (bucket.own_start - bucket.state_shift) // WORD
         for row, shard in enumerate(bucket.own_shards):
@@ -254,8 +255,8 @@ class MarkovSign:
         words = slice(first, first + bucket.shard_words)
         nonzero = bits.unpack(self._nonzero_of(answer, bucket), bucket.shard_words)
         self.signed_now[words] = torch.where(nonzero, self.active[words], 0)
-        fallen_quiet = ~nonzero & (self.signed_before[words] != 0)
-        self._kernels.clear_words(self.mean, fallen_quiet, first=first - bucket.shift_of(self._owned.shards) // WORD)
+        newly_quiet = ~nonzero & (self.signed_before[words] != 0)
+        self._kernels.clear_words(self.mean, newly_quiet, first=first - bucket.shift_of(self._owned.shards) // WORD)
         self._kernels.markov_merge(
             self._owned.tables[bucket.index],
             frame.received,
@@ -278,14 +279,14 @@ class MarkovSign:
             words = slice(bucket.first_word, bucket.stop // WORD)
             nonzero = bits.unpack(self._nonzero_of(frame.answers, bucket), bucket.shard_words).flatten()
             self.signed_now[words] = torch.where(nonzero, self.active[words], 0)
-            fallen_quiet = ~nonzero & (self.signed_before[words] != 0)
-            self._kernels.clear_words(self.followed, fallen_quiet, first=bucket.first_word)
+            newly_quiet = ~nonzero & (self.signed_before[words] != 0)
+            self._kernels.clear_words(self.followed, newly_quiet, first=bucket.first_word)
             own = bucket.own_start // WORD - bucket.first_word
-            of_own = fallen_quiet[own : own + bucket.slice_elements // WORD]
+            of_own = newly_quiet[own : own + bucket.slice_elements // WORD]
             self._kernels.clear_words(self.known, of_own, first=(bucket.own_start - bucket.state_shift) // WORD)
 
     def follow(self, part: Part) -> None:
-        """Add the answer to `followed` for a part of a parameter that takes no step by it."""
+        """Add the answer to `followed` for a part of a parameter that this step does not move."""
         answers = self._packets.buffers.answers
         add_signs(self._kernels, part.down_runs, self.followed, answers, self.answer_scales, self.signed_now)
 
@@ -293,7 +294,7 @@ class MarkovSign:
         """Update the activation map from the answers, after all of them were added to `followed`."""
         self.signed_before.copy_(self.signed_now)
         for bucket, signs, _ in self._packets.answers:
-            # The bit of an active coordinate is a sign, and changes nothing here.
+            # The bit of an active coordinate is a sign; such a coordinate is active already.
             self.active[bucket.first_word : bucket.stop // WORD].view(bucket.shards, -1).bitwise_or_(signs)
 
     def state(self) -> State:
@@ -317,7 +318,7 @@ class MarkovSign:
         return lost.read()
 
     def _nonzero_at(self, bucket: Bucket) -> int:
-        """The byte of a packet at which the bits of words that are not quiet begin."""
+        """The byte offset in a packet of the bits of words that are not quiet."""
         return HEADER_BYTES + self._codec.nbytes(bucket.shard_elements)
 
     def _nonzero_of(self, packets: Tensor, bucket: Bucket) -> Tensor:

@@ -1,9 +1,9 @@
-"""The scaled sign: one bit per element, one scale per shard, and the residual of what they left out.
+"""The scaled sign: one bit per element, one scale per shard, and a residual.
 
 A vector `c` is sent as `s·sign(c)`, with `s = ‖c‖₂/√len` for each shard. The residual `e = c - s·sign(c)` stays with
-the sender and is added to what it sends next. The scale is known only after a pass over all of `c`, and a second pass
-would cost as much as the first, so `e` is never written. `c` itself is kept with the scale that was sent, and the next
-pass subtracts on the fly. docs/protocol.md has the rules.
+the sender and is added to what it sends next. The scale is known only after a pass over all of `c`, and writing `e`
+would take a second one. So the sender keeps `c` and the scale, and the next pass subtracts on the fly. docs/protocol.md
+has the rules.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from thinwire.transport.state import State
 
 
 class ScaledSign:
-    """Sends signs and scales up, and those of their mean down, with a residual at both ends.
+    """Workers send signs and scales, and owners answer with those of the mean. Both keep a residual.
 
     Args:
         layout: the flat space.
         node: the number of this rank's worker.
         kernels: the backend.
-        dtype: of the residuals, float32 or bfloat16.
-        memory: `layout.own_size` elements for `c`, if the caller has some to spare.
-        keep_previous: whether to keep the answer before the last one too.
+        dtype: the dtype of the residuals, float32 or bfloat16.
+        memory: `layout.own_size` elements for `c`; None to allocate them.
+        keep_previous: whether to keep the answer before the last one as well.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class ScaledSign:
         self._packets = SignPackets(buffers, self._codec, 1)
 
     def encode(self, part: Part, grad: Tensor | None, *, beta: float, weight: float, scale: Scale) -> bool | None:
-        """Send `beta` times the last answer plus `weight · scale` times the gradient; whether it was not finite."""
+        """Send `beta` times the last answer plus `weight · scale` times the gradient; whether that is not finite."""
         return self._kernels.sign_encode(
             part.up_runs,
             grad,
@@ -99,7 +99,7 @@ class ScaledSign:
         packets: Tensor | None,
         output: Output,
     ) -> bool | None:
-        """Update the momentum `m` with the gradient, and add `rate` times it to what is sent now or later."""
+        """Update the momentum `m` with the gradient, and add `rate · m` to what is sent now or later."""
         return self._kernels.momentum_encode(
             part.up_runs,
             grad,
@@ -170,11 +170,11 @@ class ScaledSign:
 
     @property
     def has_previous(self) -> bool:
-        """Whether there is an answer before the last one. There is none after a start, or only zeros."""
+        """Whether there is an answer before the last one. At the start there is none, or one of zeros."""
         return self.previous_answer_scales is not None and bool(self.previous_answer_scales.any())
 
     def reset(self) -> None:
-        """Set all memory to zero."""
+        """Set the residuals and the last answer to zero."""
         for memory in (self.sent, self.answered, self.sent_scales, self.answer_scales, self.answer):
             memory.zero_()
 
@@ -192,14 +192,14 @@ class ScaledSign:
         for bucket, runs, owners in zip(self._layout.buckets, self._owned.tables, self._owned.positions, strict=True):
             shift = bucket.shift_of(self._owned.shards)
             _scale_residual(runs, [factors[position] for position in owners], self.answered, shift, self.answer_scales)
-        # What was sent is subtracted now: there is nothing left to subtract.
+        # The sent values are subtracted now, so the next pass must not subtract them again.
         self.sent_scales.zero_()
         self.answer_scales.zero_()
 
     def start_from(self, m: Tensor, factors: Sequence[float]) -> None:
         """Continue from a dense momentum, times one factor per parameter in flat order.
 
-        It has not been sent yet, so it becomes the residual, from which a scale of 0 subtracts nothing.
+        It has not been sent yet, so it becomes the residual; the scale 0 means that nothing is subtracted from it.
         """
         for parts, factor in zip(self._packets.buffers.parts, factors, strict=True):
             for part in parts:
@@ -211,7 +211,7 @@ class ScaledSign:
 
 
 _CHUNK = 1 << 18
-"""Elements that are converted at a time, so that temporaries are small."""
+"""The number of elements that are converted at a time, to keep temporaries small."""
 
 
 def _scale_residual(runs: Tensor, factors: Sequence[float], memory: Tensor, shift: int, scales: Tensor) -> None:

@@ -1,24 +1,24 @@
-"""Adds bucket after bucket to a count sketch. Packets are empty and stay inside the node."""
+"""A compressor that adds buckets, one after another, to a count sketch. Its packets are empty."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from thinwire.compressors.codecs.count_sketch import CountSketch
-from thinwire.compressors.local import NOTHING_TRAVELS
+from thinwire.compressors.local import NO_PAYLOAD
 from thinwire.transport.buffers import Frame, PacketBuffers
 from thinwire.transport.state import State
 
 
 class Sketching:
-    """Adds a worker's values to its sketch in the order of the flat space, because sums of floats depend on the order.
+    """Adds a worker's values to its sketch, in the order of the flat space because float sums depend on the order.
 
     Args:
-        values: to be sketched, of this rank's slices.
-        into: the codec and its packet; None if nothing is sketched.
+        values: the values to be sketched, of this rank's slices.
+        into: the codec and the packet that holds the sketch; None if nothing is sketched.
     """
 
-    payload = NOTHING_TRAVELS
+    payload = NO_PAYLOAD
 
     def __init__(self, values: Tensor, into: tuple[CountSketch, Tensor] | None) -> None:
         self._values = values
@@ -28,7 +28,7 @@ class Sketching:
         """See `Compressor`."""
 
     def seal(self, frame: Frame) -> None:
-        """Sketch a bucket."""
+        """Add a bucket to the sketch."""
         if self._into is not None:
             sketch, packet = self._into
             bucket = frame.bucket

@@ -1,9 +1,9 @@
-"""The stochastic sign: one bit that is right on average.
+"""The stochastic sign: one unbiased bit per coordinate.
 
 A coordinate `u` in [-1, 1] is sent as `+1` with probability `(1 + u) / 2`, which needs no scale and no residual:
-`E[Q(u)] = u`. One bit has no zero. So all ranks keep the same activation map, one bit per coordinate. The bit of an
-inactive coordinate is an activation bit instead of a vote, and the activity refresh finds coordinates whose gradients
-have ended. docs/protocol.md has the rules.
+`E[Q(u)] = u`. One bit has no zero, so all ranks keep the same activation map, one bit per coordinate. An inactive
+coordinate sends an activation bit instead of a vote. The activity refresh finds coordinates that no longer have
+gradients. docs/protocol.md has the rules.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from thinwire.transport.packet import HEADER_BYTES
 from thinwire.transport.state import State
 
 REFRESH_PERIOD = 256
-"""Steps between two refreshes of a coordinate; the refresh takes this fraction of the bytes."""
+"""Steps between two refreshes of a coordinate. The refresh adds one word per this many words of votes."""
 
 Downlink = Literal["bit", "majority", "votes"]
 
 
 class StochasticSign:
-    """Sends votes up, and down a re-sampled bit, the majority, or the number of votes.
+    """Workers send votes; owners answer with a re-sampled bit, the majority, or the number of votes.
 
     Args:
         layout: the flat space.
         downlink: "bit", "majority" or "votes".
         kernels: the backend.
-        activity: the state that decides which coordinates are active: those above `eps`.
+        activity: the state that decides which coordinates are active: those whose magnitude is above `eps`.
         eps: the threshold.
     """
 
@@ -46,7 +46,7 @@ class StochasticSign:
         self._downlink = downlink
         self._frames: list[Frame] = []
         self.workers = layout.workers if downlink == "votes" else 0
-        """How many votes an answer counts; 0 if it is a sign."""
+        """The number of votes that an answer counts; 0 if the answer is a sign."""
         self.planes = planes = layout.workers.bit_length() if downlink == "votes" else 1
         self.active = torch.zeros(layout.size // WORD, dtype=torch.int64, device=layout.device)
         self._votes_of = layout.workers
@@ -63,12 +63,12 @@ class StochasticSign:
         self._frames = buffers.frames
 
     def begin_step(self, step: int, key: int) -> None:
-        """The step decides which words are refreshed and who breaks ties; the key decides the owners' random draws."""
+        """Begin a step: it decides which words are refreshed and which worker breaks ties. Owners draw with `key`."""
         self._step, self._key = step, key
         self._signal.zero_()
 
     def seal(self, frame: Frame) -> None:
-        """Add the activity refresh: which coordinates are active, for the words of this step."""
+        """Add the activity refresh: which coordinates are active, for the words that this step refreshes."""
         bucket = frame.bucket
         self._kernels.activity_refresh(
             self._activity,
@@ -95,8 +95,8 @@ class StochasticSign:
             "signal": self._signal,
         }
         if self._downlink == "majority":
-            casting = self._step % self._votes_of
-            self._kernels.vote_majority(frame.received, HEADER_BYTES, self.active, casting=casting, **votes)
+            tie_breaker = self._step % self._votes_of
+            self._kernels.vote_majority(frame.received, HEADER_BYTES, self.active, casting=tie_breaker, **votes)
         elif self._downlink == "votes":
             self._kernels.vote_count(frame.received, HEADER_BYTES, self.active, planes=self.planes, **votes)
         else:
@@ -109,12 +109,12 @@ class StochasticSign:
         return State(words={"alive": self.active})
 
     def mean_abs_vote(self) -> float:
-        """Mean |ū| over a sample of the coordinates that this rank merged, in the last step that was taken."""
+        """Mean |ū| over a sample of the coordinates that this rank merged, in the last step that was not skipped."""
         total, coordinates = self._last_signal.tolist()
         return total / (self._votes_of * coordinates) if coordinates else math.nan
 
     def record_votes(self, taken: Tensor | None = None) -> None:
-        """Record the votes of a step for `mean_abs_vote`; `taken` is a flag on a device: whether the step is taken."""
+        """Record the votes of a step for `mean_abs_vote`, unless the flag `taken` on the device is 0."""
         signal = self._signal if taken is None else torch.where(taken != 0, self._signal, self._last_signal)
         self._last_signal.copy_(signal)
 

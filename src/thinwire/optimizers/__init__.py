@@ -1,1 +1,1 @@
-"""One file a paper: what it keeps, what it sends, and what it does with the answer."""
+"""One file per paper: the state that it keeps, what it sends, and how it applies the answer."""

@@ -1,4 +1,4 @@
-"""Adam's moments over the flat space, and what the rules share that are configured like torch's AdamW."""
+"""Adam's moments over the flat space, and helpers for the rules whose groups are those of torch's AdamW."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from thinwire.transport.state import State
 
 DENSE = "dense"
 SIGNS = "signs"
-"""Names of channels."""
+"""Names of the channels for dense gradients and for scaled signs."""
 SQUARABLE = 2.0**60
-"""The largest gradient that is squared. The square of a larger one may overflow float32 and would stay in the variance
-for good, so a step with such a gradient is skipped, as one with an infinite gradient is."""
+"""The largest gradient that is squared. The square of a larger one may overflow float32 and would stay in the variance,
+so all ranks skip a step with such a gradient, as they do for an infinite one."""
 
 
 class AdamMoments:
-    """Adam's m and v, equal on all ranks, and AdamW's step by a gradient that all ranks share.
+    """Adam's m and v, equal on all ranks, and AdamW's step with a gradient that all ranks share.
 
     Args:
         context: the run.
@@ -38,7 +38,7 @@ class AdamMoments:
         self.v = torch.zeros(layout.size, dtype=torch.float32, device=layout.device)
         state.whole.update(m=self.m, v=self.v)
         self.updates = state.add_numbers("updates", len(layout.slots), torch.int64)
-        """How often each parameter has been updated, for bias correction."""
+        """The number of updates of each parameter, for bias correction."""
         self.variances = state.add_numbers("variance", len(layout.slots), torch.float64)
         """The sum of each parameter's v."""
 
@@ -54,13 +54,13 @@ class AdamMoments:
         eps: float,
         signs: ScaledSign | None = None,
     ) -> None:
-        """AdamW by the mean gradient in the packets, or by `signs`, which leave the variance as it is.
+        """Take AdamW's step with the mean gradient in the packets, or with `signs`, which do not update the variance.
 
         Args:
             position, parts, x, low, group: as `UpdateRule.apply`.
-            variance_updates: how often the variance has been updated, this step included.
+            variance_updates: the number of updates of the variance, including this step.
             eps: added to √v̂.
-            signs: the answer, if the gradient was sent in scaled signs.
+            signs: the compressor with the answer, if the gradient was sent as scaled signs.
         """
         lr, (beta1, beta2) = float(group["lr"]), group["betas"]
         self.updates.now[position] += 1
@@ -87,7 +87,7 @@ class AdamMoments:
         self.variances.now[position] = math.fsum(variances)
 
     def floor(self, position: int, variance_updates: int, floor: float) -> float:
-        """`floor` times the root of a parameter's mean v̂, over the coordinates that have had a gradient."""
+        """`floor` times the root of a parameter's mean v̂ over the coordinates that have had a gradient."""
         slot = self._context.layout.slots[position]
         active = int(torch.count_nonzero(self.v[slot.start : slot.start + slot.numel]))
         if not active:
@@ -96,15 +96,15 @@ class AdamMoments:
         return floor * math.sqrt(self.variances.now[position] / active) * root_correction(beta2, variance_updates)
 
     def freeze_variance(self, updates: Sequence[int], floor: float) -> None:
-        """Replace every v by the factor of all later steps, 1/(√v̂ + ε), and 0 where v is 0.
+        """Replace every v by the factor of all later steps: 1/(√v̂ + ε), or 0 where v is 0.
 
         Args:
-            updates: how often the variance of each parameter has been updated.
-            floor: √v̂ counts for at least this fraction of its root mean square.
+            updates: the number of updates of each parameter's variance.
+            floor: √v̂ is at least this fraction of its root mean square.
         """
         for position, slot in enumerate(self._context.layout.slots):
             group = self._context.group_of(position)
-            # By a kernel of ours: torch's square roots differ between processors, and replicas must not.
+            # A kernel, because torch's square roots differ between processors and replicas must not.
             self._context.kernels.precondition(
                 self.v[slot.start : slot.start + slot.numel],
                 correction=root_correction(group["betas"][1], updates[position]),
@@ -129,7 +129,7 @@ def check_betas(group: Group) -> None:
     """Reject betas that are not two numbers in [0, 1).
 
     Raises:
-        ValueError: naming them.
+        ValueError: naming the hyper-parameter.
     """
     betas = group["betas"]
     if not (
@@ -148,7 +148,7 @@ def adam_defaults(
 
 
 def check_floor(floor: float) -> None:
-    """Reject a variance floor that is not a fraction.
+    """Reject a variance floor that is not in [0, 1].
 
     Raises:
         ValueError: naming the argument.
@@ -158,7 +158,7 @@ def check_floor(floor: float) -> None:
 
 
 def check_error_dtype(dtype: torch.dtype) -> None:
-    """Reject a dtype that residuals cannot have.
+    """Reject a dtype for residuals other than float32 and bfloat16.
 
     Raises:
         ValueError: naming the argument.
@@ -168,12 +168,12 @@ def check_error_dtype(dtype: torch.dtype) -> None:
 
 
 def signed(scale: Scale, group: Group) -> Scale:
-    """The factor of a gradient: negative to ascend."""
+    """The factor of a gradient; negative if the group maximizes."""
     return -scale if group["maximize"] else scale
 
 
 def correction(beta: float, updates: int) -> float:
-    """The bias correction of an average that started at zero, after so many updates."""
+    """The bias correction, after `updates` updates, of an average that started at zero."""
     return 1.0 / (1.0 - beta**updates) if updates else 1.0
 
 

@@ -1,6 +1,6 @@
-"""Before anything is sent, all ranks compare what they are about to do.
+"""The agreement: before the first exchange, all ranks compare version, settings, parameters and seed.
 
-A disagreement is found on every rank at once, because every rank sees all descriptions and applies the same rule.
+Every rank receives all descriptions and applies the same rule, so all ranks find the same disagreement.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ Description = dict[str, Any]
 
 
 def describe(optimizer: WireOptimizer, names: dict[Tensor, str]) -> Description:
-    """Everything on which ranks must agree; `names` are the parameters', where they are known."""
+    """Everything on which ranks must agree; `names` are the names of parameters, if they are known."""
     params = list(reversed(optimizer._flat_params))
     description: dict[str, Any] = {
         "the optimizer's class": type(optimizer).__name__,
         "thinwire's version": __version__,
         "bucket_mb": optimizer._bucket_mb,
-        "how many ranks a node has (start as many on each, or use topology='flat')": optimizer._topology.source,
+        "the number of ranks per node (start as many on each, or use topology='flat')": optimizer._topology.source,
         "the topology": str(optimizer._topology),
         "node_dtype": str(optimizer._node_dtype),
         "max_consecutive_skips": optimizer._skips.most,
@@ -48,7 +48,7 @@ def describe(optimizer: WireOptimizer, names: dict[Tensor, str]) -> Description:
     for i, p in enumerate(params):
         description[f"parameter {i}"] = (names.get(p, "unnamed"), tuple(p.shape), str(p.dtype), p.stride())
     for i in range(len(params)):
-        # Ranks exchange moves, not values: replicas that start apart would stay apart.
+        # Ranks exchange updates, not values: replicas that differ at the start would always differ.
         value = optimizer._rule.agreed_value(len(params) - 1 - i)
         description[f"the checksum of the values of parameter {i}"] = checksum(value)
     if optimizer._step_count > 0:
@@ -58,23 +58,23 @@ def describe(optimizer: WireOptimizer, names: dict[Tensor, str]) -> Description:
 
 
 def require_agreement(peers: Peers, description: Description) -> str:
-    """Compare this rank's description, field by field, with everybody's.
+    """Compare this rank's description with those of all ranks, field by field.
 
     Returns:
-        A name for what they are about to do together: the same on all ranks, and never used before.
+        A name for the connections: the same on all ranks, and never used before.
 
     Raises:
-        RuntimeError: on every rank, naming the first field that differs, its values, and the ranks that have them.
+        RuntimeError: on every rank, naming the first field that differs, its values, and the ranks that have each.
     """
     answers: list[tuple[str, Description]] = peers.gather(
         (secrets.token_hex(8), description), "the agreement of all ranks"
     )
-    everybody = [described for _, described in answers]
-    fields = list(dict.fromkeys(field for one in everybody for field in one))
+    descriptions = [each for _, each in answers]
+    fields = list(dict.fromkeys(field for each in descriptions for field in each))
     for field in fields:
         holders: dict[str, list[int]] = defaultdict(list)
-        for rank, one in enumerate(everybody):
-            holders[repr(one[field]) if field in one else "missing"].append(rank)
+        for rank, each in enumerate(descriptions):
+            holders[repr(each[field]) if field in each else "missing"].append(rank)
         if len(holders) > 1:
             values = "; ".join(f"{value} on {name_ranks(ranks)}" for value, ranks in holders.items())
             raise RuntimeError(f"ranks disagree on {field}: {values}. It must be the same on all ranks.")

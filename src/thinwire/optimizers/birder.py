@@ -1,4 +1,4 @@
-"""Birder: one bit a parameter both ways, without warm-up, scales or error memory.
+"""Birder: one bit per parameter in both directions, without a warm-up, scales or residuals.
 
 Hanyang Peng, Shuang Qin, Yue Yu, Jin Wang, Hui Wang, Ge Li: "Birder: Communication-Efficient 1-bit Adaptive Optimizer
 for Practical Distributed DNN Training". NeurIPS 2023.
@@ -29,25 +29,25 @@ from thinwire.transport.compressor import Compressor
 from thinwire.transport.state import State, Tensors
 
 _GAINS = {"bit": 2.0, "majority": 1.5, "votes": 1.5}
-"""As found by `thinwire study`."""
+"""The best values in `thinwire study`."""
 
 
 class Birder(WireOptimizer):
     r"""Birder (Peng et al., NeurIPS 2023): a 1-bit adaptive optimizer for data-parallel training.
 
-    Worker i, from its own gradient g, keeps two averages and takes their ratio, at most 1 and at least -1::
+    Worker i keeps two averages of its own gradient g. It computes their ratio and clamps it to [-1, 1]::
 
         m ← β m + (1-β) g        b ← β_b b + (1-β_b) |g|        u = clamp(κ · m / (b + ε) · (1-β_bᵗ)/(1-βᵗ))
 
-    The paper has `beta_b=None`: β_b = β and κ = 1, so that |m| ≤ b and nothing is clamped or corrected. The defaults
-    are what did best in `thinwire study` (docs/convergence.md).
+    `beta_b=None` is the paper's rule: β_b = β and κ = 1. Then |m| ≤ b, and nothing is clamped or corrected. The
+    defaults are the settings that did best in `thinwire study` (docs/convergence.md).
 
-    u travels as one bit, `+1` with probability (1+u)/2. The owner of a shard averages the bits, ū = mean Q(u_i), and
-    answers with one bit again, and everybody moves by it::
+    The worker sends u as one bit, `+1` with probability (1+u)/2. The owner of a shard averages the bits,
+    ū = mean Q(u_i), and answers with one bit. All ranks move by it::
 
         x ← (1 - lr·λ) x - lr · Q(ū)
 
-    `downlink="majority"` puts sign(ū) in the place of Q(ū), and `downlink="votes"` ū itself.
+    `downlink="majority"` replaces Q(ū) by sign(ū). `downlink="votes"` replaces it by ū itself.
 
     Example::
 
@@ -58,63 +58,66 @@ class Birder(WireOptimizer):
         loss.backward(); opt.step(); opt.zero_grad()
 
     Args:
-        params: parameters or groups of them, as in torch.optim. Groups may have their own `lr`, `beta`, `beta_b`,
+        params: parameters or parameter groups, as in torch.optim. Groups may have their own `lr`, `beta`, `beta_b`,
             `gain`, `weight_decay` and `maximize`.
-        lr: step size; with `downlink="bit"` or "majority" every living coordinate moves by just this much at every
-            step.
-        beta: decay of m, in [0, 1). Smaller than AdamW's: what one bit says of a long average is mostly noise.
-        beta_b: decay of b. None for `beta`, as in the paper; the default is larger and makes b less noisy.
-        gain: κ. Of a larger u more is signal, and less the noise of one bit; the learning rate that suits falls by
-            about as much. If None 1 with `beta_b=None`, which is the paper's rule, else 2 with `downlink="bit"` and 1.5
+        lr: step size. With `downlink="bit"` or "majority", every active coordinate moves by exactly this much per step.
+        beta: decay of m, in [0, 1). It is smaller than AdamW's, because one bit of a long average is mostly noise.
+        beta_b: decay of b. None: the same as `beta`, as in the paper. The default is larger and makes b less noisy.
+        gain: κ. A larger u carries more signal and less sampling noise; the best learning rate falls by about the same
+            factor. None: 1 with `beta_b=None`, which is the paper's rule; otherwise 2 with `downlink="bit"` and 1.5
             with the others.
-        eps: averages b at or below it count as no gradient: such a coordinate comes to rest.
+        eps: a coordinate whose b is at most `eps` counts as having no gradient and becomes inactive.
         weight_decay: decoupled decay λ, as in AdamW.
-        amsgrad: let b never fall (the paper's proof has it, its experiments do not).
+        amsgrad: never let b decrease. The paper's proof assumes this; its experiments do not use it.
         maximize: ascend instead of descend.
-        downlink: what owners answer. "bit": one re-sampled bit, as in the paper. "majority": what most workers say,
-            and in a tie what one of them says, who is another one at the next step. One bit down, too, without the
-            noise of drawing one worker's, but biased: its expectation is not the mean of all u_i, but grows with it,
-            for small means about √(2n/π) times as steeply. "votes": the count of votes, which removes the second
-            sampling's noise and stays unbiased, for ceil(log2(n+1)) bits down instead of one.
-        seed: of the sampling; the same on all ranks.
+        downlink: what owners answer.
+            "bit": one re-sampled bit, as in the paper.
+            "majority": the sign that most workers sent. In a tie, the sign of one worker, a different one at each step.
+            This is also one bit down, without the noise of sampling, but biased: its expectation is not the mean of all
+            u_i. It increases with that mean, about √(2n/π) times as steeply for small means.
+            "votes": the number of votes, in ceil(log2(n+1)) bits. This removes the noise of the second sampling and is
+            unbiased.
+        seed: seed of the sampling; the same on all ranks.
         process_group: the ranks that train together; the default group if None.
-        topology: "flat": every rank is a worker i as above. "hierarchical": every node is one. Its ranks average their
-            gradients over their fast link; each then keeps m and b for its slice of the model only and exchanges that
-            slice with the other nodes, so that 1/G of the bytes leave a node of G ranks. It saves 8 (1 - 1/G) bytes a
-            parameter of m and b, and takes 4 to stage gradients (2 in bfloat16). "auto": hierarchical if there are
-            several nodes of several ranks, as told by torchrun's LOCAL_WORLD_SIZE or by `mesh`, else flat.
-        mesh: a two-dimensional DeviceMesh of the same ranks, a row a node, where LOCAL_WORLD_SIZE does not tell.
-        node_dtype: of gradients on the link inside a node: torch.float32, or torch.bfloat16 for half the bytes.
-        bucket_mb: size of an exchange, in megabytes of fp32 gradient; if None a quarter of the model, within 4 to 32.
-            Results do not depend on it.
-        max_consecutive_skips: after so many steps in a row that were skipped for gradients that are not finite, step()
-            raises TooManySkips; None for never.
-        check_replicas_every: compare a hash of the parameters over all ranks after every so many steps; 0 for never.
-        state_dtype: of m and b. torch.bfloat16 halves their memory, and is for a `beta` and `beta_b` of at most 0.99:
-            averages that change by less than a 256th a step would stand still.
+        topology: "flat": every rank is a worker. "hierarchical": every node is a worker. Its ranks average their
+            gradients over their fast link. Each rank then keeps m and b only for its slice of the model, and exchanges
+            only that slice with the other nodes, so 1/G of the bytes leave a node of G ranks. This saves 8 (1 - 1/G)
+            bytes per parameter for m and b, and costs 4 bytes (2 in bfloat16) to stage gradients. "auto": hierarchical
+            if there are several nodes of several ranks according to `mesh` or torchrun's LOCAL_WORLD_SIZE, else flat.
+        mesh: a two-dimensional DeviceMesh of the same ranks, one row per node, if LOCAL_WORLD_SIZE is not set.
+        node_dtype: the dtype of gradients on the link inside a node: torch.float32, or torch.bfloat16 for half the
+            bytes.
+        bucket_mb: the size of a bucket, in megabytes of fp32 gradient. None: a quarter of the model, but at least 4 and
+            at most 32. Results do not depend on it.
+        max_consecutive_skips: `step()` raises TooManySkips after this many skipped steps in a row. All ranks skip a
+            step if a gradient on any rank is not finite. None: never.
+        check_replicas_every: compare a hash of the parameters across all ranks every this many steps; 0 for never.
+        state_dtype: the dtype of m and b. torch.bfloat16 halves their memory. Use it only with `beta` and `beta_b` of
+            at most 0.99: an average that changes by less than 1/256 per step would not change at all.
 
     When not to use it:
-        With few workers and tiny batches the answer is mostly noise: it has variance 1 - ū² a coordinate, however
-        many workers there are. Watch `metrics().mean_abs_vote`; near 0.8/√n workers only toss coins, and a larger
-        batch, `downlink="votes"` or "majority" help. Where a dense all-reduce costs nothing (one machine, or
+        With few workers and tiny batches, the answer is mostly noise: its variance is 1 - ū² per coordinate, no matter
+        how many workers there are. Watch `metrics().mean_abs_vote`. Near 0.8/√n, workers send random bits; a larger
+        batch, `downlink="votes"` or "majority" helps. Where a dense all-reduce costs nothing (one machine, or
         100 Gbit/s and a small model), AdamW is simpler.
 
     Gradient clipping:
-        A step is bounded by `lr` a coordinate anyway. Under `attach` gradients are on their way before
-        `clip_grad_norm_` sees them, so that it has no effect; without, it scales what a worker's averages take in.
+        A coordinate moves by at most `lr` per step in any case. Under `attach`, gradients are sent before
+        `clip_grad_norm_` sees them, so clipping has no effect. Without `attach`, clipping scales the gradients that
+        enter a worker's averages.
 
     Differences from the paper:
-        * ε stands in the comparison, and a coordinate whose b is at most ε on all workers neither moves nor decays;
-          in the paper it would walk at random. The paper's bits carry no zero: docs/protocol.md tells how ours do.
-          A coordinate that wakes up again moves from the step after its first gradient.
-        * The division m/b is never carried out: `+1` is sent when m > r (b + ε), r uniform on [-1, 1), with the factors
-          of `beta_b` and `gain` on the right. t is the number of the step: a coordinate whose averages begin later, or
-          anew after `checkpoint.load(on_mismatch="reset")`, says ±1 for some steps.
+        * ε is part of the comparison, and a coordinate whose b is at most ε on all workers neither moves nor decays. In
+          the paper it would follow a random walk, because one bit has no zero; docs/protocol.md explains how thinwire
+          represents it. A coordinate that becomes active again moves from the step after its first gradient.
+        * The division m/b is never carried out: the worker sends `+1` if m > r (b + ε), with r uniform on [-1, 1) and
+          the factors of `beta_b` and `gain` on the right. t is the number of the step. If the averages of a coordinate
+          start later, or restart after `checkpoint.load(on_mismatch="reset")`, its u is ±1 for some steps.
         * The owner draws one worker's bit at random instead of sampling Q(ū): the same distribution, fewer operations.
         * Decoupled weight decay, `beta_b`, `gain`, `downlink="majority"` and "votes", `state_dtype` and fp32 masters of
-          bf16 and fp16 parameters are ours.
-        * In a hierarchical topology of a single node nothing is compressed: x ← (1 - lr·λ) x - lr · u.
-        * A parameter whose `grad` is None on all workers is left alone in that step, as in torch.optim.
+          bf16 and fp16 parameters are additions.
+        * In a hierarchical topology with a single node, nothing is compressed: x ← (1 - lr·λ) x - lr · u.
+        * A parameter whose `grad` is None on all workers does not change in that step, as in torch.optim.
     """
 
     def __init__(
@@ -175,7 +178,7 @@ class BirderRule(UpdateRule):
         for name, value in (("eps", self.eps), ("amsgrad", self.amsgrad)):
             if group.get(name, value) != value:
                 raise ValueError(
-                    f"{name}={group[name]!r} in a parameter group: it is the same for all groups, {value!r}"
+                    f"{name}={group[name]!r} in a parameter group: all groups must use the same value, {value!r}"
                 )
 
     def settings(self) -> dict[str, Any]:
@@ -198,7 +201,7 @@ class BirderRule(UpdateRule):
         self._votes: StochasticSign | None = None
         if not context.topology.compresses:
             return {"dense": Dense(context.kernels)}, State(own)
-        # With amsgrad b never falls, and a coordinate is inactive when nothing is left of m.
+        # With amsgrad, b never decreases, so m decides: a coordinate is inactive when its m has decayed to eps.
         activity = self._m if self.amsgrad else self._b
         self._votes = StochasticSign(layout, self.downlink, context.kernels, activity, self.eps)
         state = State(own)
@@ -210,7 +213,7 @@ class BirderRule(UpdateRule):
         return {} if self._votes is None else {"alive": self._votes.active}
 
     def begin_step(self) -> None:
-        """See `UpdateRule`. Draws the keys of this step."""
+        """See `UpdateRule`. Derives the random keys of this step."""
         step = self.context.step
         self._worker_key = rng.worker_key(self.seed, step, self.context.topology.node)
         if self._votes is not None:
@@ -254,7 +257,7 @@ class BirderRule(UpdateRule):
         return kernels.birder_encode(part.up_runs, grad, *state, active, packets, **averages, key=key)
 
     def _filled(self, beta: float) -> float:
-        """The weight of all gradients so far in an average; the rest is the weight of its initial zero."""
+        """The total weight of the gradients so far in an average; the rest is the weight of its initial zero."""
         return 1.0 - beta**self.context.step
 
     def settle(self, flags: int) -> int:
@@ -288,7 +291,7 @@ class BirderRule(UpdateRule):
 
     def portable(self, state: State, *, private: bool) -> State:
         """See `UpdateRule`."""
-        # An active coordinate with an empty b would send random bits: without b no coordinate is active.
+        # An active coordinate whose b is zero would send random bits, so without b no coordinate is active.
         return super().portable(state, private=True) if private else State()
 
     def mean_abs_vote(self) -> float:

@@ -1,4 +1,4 @@
-"""CD-Adam: AMSGrad on gradients of which only the changes travel, compressed, in both directions.
+"""CD-Adam: AMSGrad on a gradient of which only compressed differences are sent, in both directions.
 
 Yujia Wang, Lu Lin, Jinghui Chen: "Communication-Compressed Adaptive Gradient Method for Distributed Nonconvex
 Optimization". AISTATS 2022.
@@ -40,10 +40,11 @@ Compress = Literal["gradient", "momentum"]
 
 
 class CDAdam(WireOptimizer):
-    r"""CD-Adam (Wang, Lin and Chen, AISTATS 2022): compressed AMSGrad, no warm-up and nothing frozen.
+    r"""CD-Adam (Wang, Lin and Chen, AISTATS 2022): compressed AMSGrad, without a warm-up or a frozen variance.
 
-    Workers and owners send how far what they have to say is from what is known of it. With C(y) = ‖y‖₁/len · sign(y)
-    for each shard of a bucket, worker i, the owner of a shard, and everybody::
+    Workers and owners send the compressed difference between their value and what the receivers already know of it.
+    With C(y) = ‖y‖₁/len · sign(y) for each shard of a bucket, the first line runs on worker i, the second on the owner
+    of a shard (its last update on all ranks), and the rest on all ranks::
 
         q_i = C(g_i - ĝ_i)        ĝ_i ← ĝ_i + q_i
         ĝ ← ĝ + mean(q_i)         q = C(ĝ - g̃)           g̃ ← g̃ + q
@@ -51,77 +52,84 @@ class CDAdam(WireOptimizer):
         m ← β1 m + (1-β1) g̃       v ← β2 v + (1-β2) g̃²   v̂ ← max(v̂, v)
         x ← (1 - lr·λ) x - lr/(1-β1ᵗ) · m / (√v̂/√(1-β2ᵗ) + ε)
 
-    All of it begins at zero. g̃ is the same on all ranks, to the bit.
+    All of these values start at zero. g̃ is the same on all ranks, to the bit.
 
     Example::
 
         model = DDP(net)
-        opt = thinwire.CDAdam(model.parameters(), lr=1e-3)  # without momentum: what travels has enough of it
+        opt = thinwire.CDAdam(model.parameters(), lr=1e-3)  # no momentum by default: the lag of g̃ acts as one
         thinwire.attach(model, opt)
         ...
         loss.backward(); opt.step(); opt.zero_grad()
 
-    `opt.metrics().contraction` is ‖y - C(y)‖²/‖y‖² of this rank's last message, 1 - ‖y‖₁²/(d‖y‖₂²) for signs: near 0.36
-    for normally distributed differences, nearer to 1 the more a few of them stand out, and the slower g̃ follows.
+    `opt.metrics().contraction` is ‖y - C(y)‖²/‖y‖² of this rank's last message; for signs that is 1 - ‖y‖₁²/(d‖y‖₂²).
+    It is near 0.36 for normally distributed differences, and approaches 1 if a few elements dominate. The larger it
+    is, the more slowly g̃ follows.
 
     Args:
-        params: parameters or groups of them, as in torch.optim. Groups may have their own `lr`, `betas`, `eps`,
+        params: parameters or parameter groups, as in torch.optim. Groups may have their own `lr`, `betas`, `eps`,
             `weight_decay` and `maximize`.
-        lr: step size. Steps are AMSGrad's, but of a gradient that lags: search around AdamW's.
-        betas: decay of the momentum and of the variance. If None (0, 0.99) for signs of gradients: g̃ trails behind the
-            gradient, which is a momentum by itself, and another one on top makes steps swing (in `thinwire study` one
-            seed of a transformer ends at 2.11 with β1 = 0 and at 2.18 with 0.5). Else (0.9, 0.99).
+        lr: step size. Steps are AMSGrad's, but of a gradient that lags: search around AdamW's learning rate.
+        betas: decay of the momentum and of the variance. None: (0, 0.99) for signs of gradients, otherwise (0.9, 0.99).
+            With signs of gradients, g̃ lags behind the gradient, which has the effect of a momentum; a second momentum
+            makes steps oscillate. In `thinwire study`, one seed of a transformer ends at a loss of 2.11 with β1 = 0 and
+            of 2.18 with β1 = 0.5.
         eps: added to √v̂, as in AdamW.
         weight_decay: decoupled decay λ, as in AdamW.
-        codec: "sign" for one bit an element and a scale a shard; "topk" for the largest elements of each shard by index
+        codec: "sign": one bit per element and one scale per shard. "topk": the largest elements of each shard by index
             and value, 64 bits each.
-        ratio: for "topk" the share of elements that travel, in (0, 1]. The default sends as many bytes as signs do.
-        compress: "gradient" sends g_i - ĝ_i, as in the paper. "momentum" sends μ_i - ĝ_i with each worker's own average
-            μ_i ← β1 μ_i + (1-β1) g_i, after EF21-SGDM, since with noisy small batches the noise of one step is most of
-            every difference. 4 bytes a parameter more. In the demo it was no better: try both.
+        ratio: for "topk", the fraction of elements that is sent, in (0, 1]. The default sends as many bytes as signs.
+        compress: "gradient": send g_i - ĝ_i, as in the paper. "momentum": send μ_i - ĝ_i, where each worker keeps its
+            own average μ_i ← β1 μ_i + (1-β1) g_i, after EF21-SGDM. With small noisy batches, the noise of one step is
+            most of every difference, and the average reduces it. It costs 4 more bytes per parameter. In the demo it
+            was no better: try both.
         maximize: ascend instead of descend.
         process_group: the ranks that train together; the default group if None.
-        topology: "flat", "hierarchical" or "auto", as in `thinwire.Birder`. In a hierarchical one the node is the
-            worker: a rank keeps ĝ_i of its slice only.
-        mesh: a two-dimensional DeviceMesh of the same ranks, a row a node, where LOCAL_WORLD_SIZE does not tell.
-        node_dtype: of gradients on the link inside a node: torch.float32, or torch.bfloat16 for half the bytes.
-        bucket_mb: size of an exchange, in megabytes of fp32 gradient; if None a quarter of the model, within 4 to 32.
-            Scales (and the elements of "topk") belong to shards of buckets, so results depend on it.
-        max_consecutive_skips: after so many steps in a row that were skipped for gradients that are not finite, step()
-            raises TooManySkips; None for never.
-        check_replicas_every: compare a hash of the parameters over all ranks after every so many steps; 0 for never.
+        topology: "flat", "hierarchical" or "auto", as in `thinwire.Birder`. In a hierarchical topology the node is the
+            worker, and a rank keeps ĝ_i only for its slice.
+        mesh: a two-dimensional DeviceMesh of the same ranks, one row per node, if LOCAL_WORLD_SIZE is not set.
+        node_dtype: the dtype of gradients on the link inside a node: torch.float32, or torch.bfloat16 for half the
+            bytes.
+        bucket_mb: the size of a bucket, in megabytes of fp32 gradient. None: a quarter of the model, but at least 4 and
+            at most 32.
+            Scales, and the elements that "topk" selects, belong to shards of buckets, so results depend on it.
+        max_consecutive_skips: `step()` raises TooManySkips after this many skipped steps in a row. All ranks skip a
+            step if a gradient on any rank is not finite. None: never.
+        check_replicas_every: compare a hash of the parameters across all ranks every this many steps; 0 for never.
 
     When not to use it:
-        With small noisy batches: differences of gradients are then mostly noise, of which one bit with one scale a
-        shard says little, and g̃ trails behind: in `thinwire study` it ends a few per cent above AdamW's loss on text
-        (docs/convergence.md). `thinwire.Birder` needs no warm-up either and copes with noise.
+        With small noisy batches: differences of gradients are then mostly noise. One bit with one scale per shard
+        carries little of them, and g̃ lags behind. In `thinwire study` it ends a few per cent above AdamW's loss on text
+        (docs/convergence.md). `thinwire.Birder` needs no warm-up either and tolerates noise.
 
-        With "sign", where coordinates often have no gradient for a while, but not 64 neighbours at once: g̃ swings about
-        zero there in steps of the whole shard's scale, and as Adam takes every swing for large they wander by up to
-        0.35 lr a step (rows of an embedding are fine, unless momenta are compressed, which fade but do not end). With
-        "topk" coordinates whose gradients are always among the smaller ones of their shard are never sent.
+        With "sign", if single coordinates often have no gradient for a while, but never 64 neighbours at once. Their g̃
+        oscillates about zero in steps of the whole shard's scale, and because Adam normalizes these steps, the
+        coordinates wander by up to 0.35 lr per step. Rows of an embedding are fine, unless momenta are compressed:
+        these decay but do not reach zero. With "topk", coordinates whose gradients are always among the smaller ones
+        of their shard are never sent.
 
-        Where single gradients are sometimes huge: v̂ is a maximum and does not forget, "sign" tells the whole shard of
-        it by the scale, and beyond 10⁸ times their usual size the float32 memories ĝ_i and ĝ part for good. Where
-        memory is short: it keeps 20 bytes a parameter, AdamW 8.
+        If single gradients are sometimes huge: v̂ is a maximum and never decreases, and with "sign" the scale spreads
+        such a gradient over the whole shard. Beyond 10⁸ times the usual size, the float32 copies of ĝ_i and ĝ diverge
+        permanently. If memory is short: it keeps 20 bytes per parameter, AdamW 8.
 
     Gradient clipping:
-        Under `attach` gradients are on their way before `clip_grad_norm_` sees them, so that it has no effect. Without,
-        it scales a worker's own gradient, and g̃ follows the mean of clipped gradients.
+        Under `attach`, gradients are sent before `clip_grad_norm_` sees them, so clipping has no effect. Without
+        `attach`, clipping scales a worker's own gradient, and g̃ follows the mean of the clipped gradients.
 
     Differences from the paper:
         * Bias correction as in torch's Adam(amsgrad=True), and decoupled weight decay.
-        * A scale a shard of a bucket instead of one a model, and of those coordinates only that have had a gradient.
-        * With "sign", 64 coordinates in a row whose gradients are zero on all workers are told to be so, by one bit:
-          ĝ_i, ĝ and g̃ are zero there at once.
-        * A coordinate that has never had a gradient on any worker neither moves nor decays ("sign" would shake it: one
-          bit has no zero). Its first gradient after the first step only announces it.
-        * `compress="momentum"`, `codec="topk"`.
-        * A parameter without a gradient on a worker counts as one with zeros there (its μ_i stays); one without a
-          gradient on all workers does not move, while g̃ follows.
-        * A step that is skipped for a gradient that is not finite is exchanged (ĝ_i and g̃ follow, the element in
-          question says nothing new), but neither m, v nor parameters change.
-        * In a hierarchical topology of a single node nothing is compressed: it is AMSGrad on the mean gradient.
+        * One scale per shard of a bucket instead of one per model. It covers only coordinates that have had a gradient.
+        * With "sign", one bit marks 64 consecutive coordinates whose gradients are zero on all workers. ĝ_i, ĝ and g̃
+          become zero there at once.
+        * A coordinate that never had a gradient on any worker neither moves nor decays. (With "sign" it would
+          oscillate, because one bit has no zero.) If its first gradient comes after the first step, that gradient only
+          activates it.
+        * `compress="momentum"` and `codec="topk"` are additions.
+        * A parameter without a gradient on one worker counts as zeros there, and its μ_i does not change. A parameter
+          without a gradient on all workers does not move, while g̃ still follows.
+        * If a step is skipped because a gradient is not finite, the exchange still takes place: ĝ_i and g̃ follow, and
+          the non-finite element contributes nothing new. m, v and parameters do not change.
+        * In a hierarchical topology with a single node, nothing is compressed: it is AMSGrad on the mean gradient.
     """
 
     def __init__(
@@ -284,7 +292,7 @@ class CDAdamRule(UpdateRule):
         self._follow([position for position in range(len(self.context.params)) if position not in present])
 
     def _follow(self, positions: Sequence[int]) -> None:
-        """Add the answers to g̃ for parameters that take no step by them. With that, all answers are added."""
+        """Add the answers to g̃ for parameters that this step does not move. After that, all answers are in g̃."""
         if self._signs is not None:
             for position in positions:
                 for part in self.context.session.channel.buffers.parts[position]:
@@ -301,7 +309,7 @@ class CDAdamRule(UpdateRule):
             return replace(
                 portable, whole={name: whole for name, whole in portable.whole.items() if name != "followed"}
             )
-        # Owners know only the mean of all ĝ_i. If every worker continues with it, it is their mean again.
+        # Owners know only the mean of all ĝ_i. If every worker continues from that mean, it is still their mean.
         own = {name: own for name, own in portable.own.items() if name != "known"}
         return replace(portable, own=own, owned={"mean": self._markov.mean, "known": self._markov.mean})
 

@@ -1,4 +1,4 @@
-"""Distributed Lion: each worker sends the sign of its Lion update, and all move by the majority.
+"""Distributed Lion: each worker sends the sign of its Lion update, and all ranks move by the majority.
 
 Bo Liu, Lemeng Wu, Lizhang Chen, Kaizhao Liang, Jiaxu Zhu, Chen Liang, Raghuraman Krishnamoorthi, Qiang Liu:
 "Communication Efficient Distributed Training with Distributed Lion". NeurIPS 2024.
@@ -20,7 +20,7 @@ from thinwire.compressors.stochastic_sign import StochasticSign
 from thinwire.kernels import rng
 from thinwire.kernels.modes import Scale
 from thinwire.kernels.reference.words import each_run, flat
-from thinwire.optimizers.adam import DENSE, check_betas, signed
+from thinwire.optimizers.adam import DENSE, SQUARABLE, check_betas, signed
 from thinwire.optimizers.inputs import check_number
 from thinwire.optimizers.optimizer import Unpack, WireOptimizer, WireOptions
 from thinwire.optimizers.rule import Context, Group, UpdateRule, exchange_after_activation
@@ -32,18 +32,18 @@ from thinwire.transport.state import State, Tensors
 Downlink = Literal["majority", "votes"]
 
 _EPS = 1e-12
-"""A coordinate whose update is not larger has no gradients any more, and becomes inactive."""
+"""A coordinate whose update is at most this no longer has gradients and becomes inactive."""
 
 
 class DistributedLion(WireOptimizer):
     r"""Distributed Lion (Liu et al., NeurIPS 2024): Lion with one bit per parameter.
 
-    Worker i, from its own gradient g, sends the sign of an interpolation, one bit, and then updates its momentum. The
-    owner of a shard answers with the majority, and all ranks move by it::
+    Worker i interpolates between its momentum and its own gradient g, sends the sign as one bit, and then updates its
+    momentum. The owner of a shard answers with the majority, and all ranks move by it::
 
         δ_i = sign(β1 m_i + (1-β1) g)        m_i ← β2 m_i + (1-β2) g        x ← (1 - lr·λ) x - lr · sign(Σ δ_i)
 
-    `downlink="votes"` puts the mean of all δ_i in the place of the majority (the paper's averaging variant).
+    `downlink="votes"` replaces the majority by the mean of all δ_i, the paper's averaging variant.
 
     Example::
 
@@ -54,42 +54,46 @@ class DistributedLion(WireOptimizer):
         loss.backward(); opt.step(); opt.zero_grad()
 
     Args:
-        params: parameters or groups of them, as in torch.optim. Groups may have their own `lr`, `betas`, `weight_decay`
-            and `maximize`.
-        lr: step size; with a majority every active coordinate moves by exactly this much per step. Lion's authors
-            suggest a third to a tenth of AdamW's.
+        params: parameters or parameter groups, as in torch.optim. Groups may have their own `lr`, `betas`,
+            `weight_decay` and `maximize`.
+        lr: step size. With a majority, every active coordinate moves by exactly this much per step. Lion's authors
+            suggest a third to a tenth of AdamW's learning rate.
         betas: β1 of the update and β2 of the momentum, in [0, 1).
-        weight_decay: decoupled decay λ, as in AdamW; three to ten times AdamW's, because lr is smaller.
+        weight_decay: decoupled decay λ, as in AdamW. Use three to ten times AdamW's, because `lr` is smaller.
         maximize: ascend instead of descend.
-        downlink: "majority", one bit down; or "votes", the number of votes in ceil(log2(n+1)) bits.
+        downlink: "majority": one bit down. "votes": the number of votes, in ceil(log2(n+1)) bits.
         process_group: the ranks that train together; the default group if None.
         topology: "flat", "hierarchical" or "auto", as in `thinwire.Birder`.
         mesh: a two-dimensional DeviceMesh of the same ranks, one row per node, if LOCAL_WORLD_SIZE is not set.
-        node_dtype: of gradients on the link inside a node: torch.float32, or torch.bfloat16 for half the bytes.
-        bucket_mb: size of an exchange, in megabytes of fp32 gradient; if None a quarter of the model, within 4 to 32.
-            Results do not depend on it.
-        max_consecutive_skips: after so many skipped steps in a row, step() raises TooManySkips; None for never.
-        check_replicas_every: compare a hash of the parameters over all ranks after every so many steps; 0 for never.
+        node_dtype: the dtype of gradients on the link inside a node: torch.float32, or torch.bfloat16 for half the
+            bytes.
+        bucket_mb: the size of a bucket, in megabytes of fp32 gradient. None: a quarter of the model, but at least 4 and
+            at most 32. Results do not depend on it.
+        max_consecutive_skips: `step()` raises TooManySkips after this many skipped steps in a row. All ranks skip a
+            step if a gradient on any rank is not finite. None: never.
+        check_replicas_every: compare a hash of the parameters across all ranks every this many steps; 0 for never.
 
     When not to use it:
-        As a first choice: it is here as a reference. In `thinwire study` Lion ended 5.8 % above AdamW's loss on text,
-        Birder with as many bits 1.9 % (docs/convergence.md). Signs of noisy gradients are biased: where workers have
-        small batches, coordinates whose gradients are mostly noise move as fast as all others. Its local update is
-        written in torch, not as a fused kernel, and costs several passes over memory.
+        As a first choice: thinwire includes it as a reference. In `thinwire study` Lion ended 5.8 % above AdamW's loss
+        on text, Birder with as many bits 1.9 % (docs/convergence.md). Signs of noisy gradients are biased: if workers
+        have small batches, coordinates whose gradients are mostly noise move as fast as all others. The local update is
+        written in torch, not as a fused kernel, and takes several passes over memory.
 
     Gradient clipping:
-        Only the sign of the update is sent, so clipping changes nothing but the momentum. Under `attach` gradients are
-        encoded before `clip_grad_norm_` sees them.
+        A coordinate moves by at most `lr` per step in any case. Under `attach`, gradients are sent before
+        `clip_grad_norm_` sees them, so clipping has no effect. Without `attach`, clipping scales the gradients that
+        enter a worker's momentum.
 
     Differences from the paper:
-        * In a tie the majority is what one worker sent, another one at each step; the paper does not move then.
-        * A coordinate without any gradient on all workers neither moves nor decays: one bit has no zero. A coordinate
-          that gets its first gradient later moves from the next step on. A worker whose update is next to zero
-          (10⁻¹²) sends a fair coin.
+        * In a tie, the majority is the sign that one worker sent, a different worker at each step. In the paper the
+          coordinate does not move.
+        * A coordinate without a gradient on all workers neither moves nor decays, because one bit has no zero. A
+          coordinate that gets its first gradient later moves from the next step on. A worker whose update is at most
+          10⁻¹² sends a random bit.
         * A worker without a gradient for a parameter repeats its last δ. A parameter without a gradient on all workers
           does not move.
-        * Elements whose gradient is not finite do not change m; the step is skipped by all ranks.
-        * In a hierarchical topology of a single node nothing is compressed: it is Lion on the mean gradient.
+        * Elements whose gradient is not finite, or beyond 2⁶⁰, do not change m, and all ranks skip the step.
+        * In a hierarchical topology with a single node, nothing is compressed: it is Lion on the mean gradient.
     """
 
     def __init__(
@@ -179,20 +183,20 @@ class DistributedLionRule(UpdateRule):
                 nonfinite |= self._absorb(flat(grad)[run.of_param], here, group["betas"], signed(scale, group))
             if self._votes is None:
                 update = self._update[here]
-                # NaN: dense_apply leaves such a coordinate where it is.
+                # dense_apply does not move a coordinate whose value is NaN.
                 run.floats_in(packets).copy_(torch.where(update.abs() > _EPS, update.sign(), math.nan))
         if self._votes is not None:
-            # Birder's vote, u > r (b + ε), with u = b: the sign of u, and a fair coin where nothing is left of u.
+            # Birder's vote, u > r (b + ε), with u = b: the sign of u, or a random bit if |u| is at most ε.
             vote = {"beta": 0.0, "scale": 1.0, "eps": _EPS, "amsgrad": True, "key": self._key, "shift": shift}
             state = (self._update, self._update)
             self.context.kernels.birder_encode(part.up_runs, None, *state, self._votes.active, packets, **vote)
         return nonfinite
 
     def _absorb(self, grad: Tensor, here: slice, betas: tuple[float, float], scale: Scale) -> bool:
-        """Lion's two averages; elements whose gradient is not finite keep theirs."""
+        """Update Lion's two averages, except where the gradient is not finite; whether that was so anywhere."""
         (beta1, beta2), m = betas, self._m[here]
         g = grad.to(torch.float32) * scale
-        finite = g.isfinite()
+        finite = g.abs() <= SQUARABLE
         self._update[here] = torch.where(finite, m * beta1 + g * (1.0 - beta1), self._update[here])
         self._m[here] = torch.where(finite, m * beta2 + g * (1.0 - beta2), m)
         return not bool(finite.all())
@@ -224,7 +228,7 @@ class DistributedLionRule(UpdateRule):
 
     def portable(self, state: State, *, private: bool) -> State:
         """See `UpdateRule`."""
-        # An active coordinate without an update would send a meaningless bit.
+        # Without its update, an active coordinate would send random bits, so no coordinate stays active.
         return super().portable(state, private=True) if private else State()
 
     def mean_abs_vote(self) -> float:

@@ -1,4 +1,4 @@
-"""What users hand over, parameters and gradients, checked and brought into the form that kernels take."""
+"""Validates parameters, gradients and hyper-parameters, and converts them to the form that kernels take."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _DTYPES = (torch.float32, *LOW_PRECISION)
 
 
 def check_parameters(params: Iterable[Tensor]) -> None:
-    """Refuse parameters that have no kernels.
+    """Reject parameters that kernels cannot process.
 
     Raises:
-        TypeError: naming the dtype, or the class of a tensor that has no memory of its own.
-        ValueError: for a parameter whose memory holds the negative of its values.
+        TypeError: naming the dtype, or the class of a tensor subclass that wraps other tensors.
+        ValueError: for a lazily negated parameter, whose memory holds the negative of its values.
     """
     for p in params:
         if hasattr(p, "__tensor_flatten__"):
@@ -42,12 +42,12 @@ def check_parameters(params: Iterable[Tensor]) -> None:
 
 
 def form_of(p: Tensor) -> tuple[torch.dtype, torch.device, torch.Size, tuple[int, ...], str]:
-    """What a parameter must not change once there is an optimizer."""
+    """The properties of a parameter that must not change after the optimizer was made."""
     return p.dtype, p.device, p.shape, p.stride(), "lazily negated" if p.is_neg() else "as it is in memory"
 
 
-def refuse_thawed(frozen: Iterable[Tensor]) -> None:
-    """Refuse gradients of parameters that were frozen when the optimizer was made.
+def check_frozen(frozen: Iterable[Tensor]) -> None:
+    """Reject gradients of parameters that were frozen when the optimizer was made.
 
     Raises:
         RuntimeError: naming the shape.
@@ -56,12 +56,12 @@ def refuse_thawed(frozen: Iterable[Tensor]) -> None:
         if p.grad is not None:
             raise RuntimeError(
                 f"a parameter of shape {tuple(p.shape)} has a gradient, but was frozen when the optimizer was made "
-                "and has no place on the wire. Make the optimizer first and freeze then, or make a new one"
+                "and is in no packet. Freeze parameters after you make the optimizer, or make a new one"
             )
 
 
-def refuse_rates_on_devices(groups: Iterable[dict[str, Any]]) -> None:
-    """Refuse learning rates that the host would have to wait for in every step.
+def check_rates_on_host(groups: Iterable[dict[str, Any]]) -> None:
+    """Reject learning rates on a device, because the host would wait for them in every step.
 
     Raises:
         ValueError: naming the device.
@@ -73,20 +73,20 @@ def refuse_rates_on_devices(groups: Iterable[dict[str, Any]]) -> None:
 
 
 def refuse_capture(device: torch.device) -> None:
-    """Refuse to be part of a CUDA graph, before anything is sent.
+    """Reject a step inside the capture of a CUDA graph, before anything is sent.
 
     Raises:
         RuntimeError: if the current stream is being captured.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "step() while a CUDA graph is captured: no two exchanges have the same keys and headers. "
-            "Capture forward and backward, and call step() outside of the graph"
+            "step() while a CUDA graph is captured: keys and headers differ in every exchange, so a graph cannot replay"
+            " it. Capture forward and backward, and call step() outside of the graph"
         )
 
 
 def checksum(p: Tensor) -> int:
-    """CRC-32C of a parameter's values; of one on a GPU the host makes a copy, as this is asked for rarely."""
+    """CRC-32C of a parameter's values. Values on a GPU are copied to the host; calls are rare."""
     values = p.detach() if is_dense(p) else p.detach().contiguous()
     if values.device.type != "cpu":
         values = values.cpu()
@@ -94,7 +94,7 @@ def checksum(p: Tensor) -> int:
 
 
 def gradient_of(p: Tensor) -> Tensor | None:
-    """The gradient in the memory order of its parameter; a copy only where the two differ.
+    """The gradient in the memory order of its parameter; a copy only if the two orders differ.
 
     Raises:
         TypeError: for gradients that cannot be encoded.
@@ -105,17 +105,18 @@ def gradient_of(p: Tensor) -> Tensor | None:
     if grad.layout != torch.strided:
         raise TypeError(
             f"a gradient with layout {grad.layout} for a parameter of shape {tuple(p.shape)}: thinwire needs dense "
-            "gradients, for nn.Embedding that is sparse=False (rows without a gradient cost one bit and do not move)"
+            "gradients. Use sparse=False in nn.Embedding; rows without a gradient cost one bit per element and do not "
+            "move"
         )
     if grad.dtype not in _DTYPES:
         raise TypeError(f"a gradient of {grad.dtype}: expected float32, bfloat16 or float16")
     if grad.shape != p.shape or grad.device != p.device or hasattr(grad, "__tensor_flatten__"):
         raise TypeError(
             f"a gradient of class {type(grad).__name__}, shape {tuple(grad.shape)} on {grad.device}: expected an "
-            f"ordinary tensor of shape {tuple(p.shape)} on {p.device}, as its parameter is"
+            f"ordinary tensor of shape {tuple(p.shape)} on {p.device}, like its parameter"
         )
-    # Autograd hands out lazily negated views, for example from complex arithmetic. Kernels read memory, which has the
-    # opposite sign.
+    # Autograd may return lazily negated views, for example from complex arithmetic. Kernels read memory, which then
+    # has the opposite sign.
     grad = grad.resolve_neg()
     if is_zero_without_memory(grad):
         grad = grad.clone()  # zeros without memory
@@ -127,7 +128,7 @@ def gradient_of(p: Tensor) -> Tensor | None:
 
 
 def check_seed(seed: int) -> None:
-    """Refuse what is no seed.
+    """Reject a seed that is not an integer in [0, 2**63).
 
     Raises:
         ValueError: naming the argument.
@@ -139,17 +140,17 @@ def check_seed(seed: int) -> None:
 def check_number(
     group: dict[str, Any], name: str, *, above: bool = False, below: float = math.inf, none: str | None = None
 ) -> None:
-    """Refuse a hyper-parameter that is not a finite number of at least 0.
+    """Reject a hyper-parameter that is not a finite number of at least 0.
 
     Args:
-        group: of parameters.
-        name: of the hyper-parameter.
-        above: whether 0 is refused, too.
-        below: what it must be less than.
-        none: what None stands for, where it may be None.
+        group: a parameter group.
+        name: the name of the hyper-parameter.
+        above: whether to reject 0 as well.
+        below: the value must be less than this.
+        none: what None stands for, if None is allowed.
 
     Raises:
-        ValueError: naming it, its value, and what would be right.
+        ValueError: naming the hyper-parameter, its value, and what is expected.
     """
     value = group[name]
     if value is None and none is not None:
@@ -165,9 +166,9 @@ def check_number(
 
 
 def make_plain(group: dict[str, Any]) -> None:
-    """Turn the NumPy numbers of a parameter group into Python's: torch.load(weights_only=True) refuses to load them.
+    """Convert NumPy numbers in a parameter group to Python's, because torch.load(weights_only=True) rejects them.
 
-    Schedules that are computed with NumPy leave them there, and np.float64 passes for a float everywhere else.
+    Schedules that are computed with NumPy store them there. np.float64 is a subclass of float, so all else accepts it.
     """
     for key, value in group.items():
         if key != "params" and type(value) not in _PLAIN:
@@ -180,7 +181,7 @@ _PLAIN = (float, int, bool, str, type(None), Tensor)
 def _plain(value: Any) -> Any:
     if type(value) in (tuple, list):
         return value if all(type(each) in _PLAIN for each in value) else type(value)(map(_plain, value))
-    # NumPy's scalars and arrays, without importing NumPy, which torch can do without.
+    # NumPy's scalars and arrays, recognized without importing NumPy, which is optional for torch.
     if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
         numbers = value.tolist()
         return tuple(numbers) if isinstance(numbers, list) else numbers

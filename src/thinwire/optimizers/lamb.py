@@ -1,4 +1,4 @@
-"""LAMB: Adam's direction with a step for each layer that follows the size of its weights.
+"""LAMB: Adam's direction, with a step size per layer in proportion to the norm of its weights.
 
 Yang You, Jing Li, Sashank Reddi, Jonathan Hseu, Sanjiv Kumar, Srinadh Bhojanapalli, Xiaodan Song, James Demmel, Kurt
 Keutzer, Cho-Jui Hsieh: "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes". ICLR 2020.
@@ -37,38 +37,52 @@ from thinwire.transport.state import State, Tensors
 class Lamb(WireOptimizer):
     r"""LAMB (You et al., ICLR 2020): layer-wise steps for large batches; gradients are averaged exactly.
 
-    What `thinwire.OneBitLamb` does in its warm-up, for those who want to compare, or whose network is fast. With Adam's
-    averages of the mean gradient g, for each parameter tensor::
+    This is the warm-up of `thinwire.OneBitLamb`, for comparisons and for fast networks. With Adam's averages of the
+    mean gradient g, for each parameter tensor::
 
         m ← β1 m + (1-β1) g        v ← β2 v + (1-β2) g²        r = m̂ / (√v̂ + ε) + λ x
         c = clamp(‖x‖ / ‖r‖, min_coeff, max_coeff)             x ← x - lr · c · r
 
+    Example::
+
+        model = DDP(net)
+        opt = thinwire.Lamb(model.parameters(), lr=5e-3)
+        thinwire.attach(model, opt)
+        ...
+        loss.backward(); opt.step(); opt.zero_grad()
+
     Args:
-        params: parameters or groups of them, as in torch.optim. Groups may have their own `lr`, `betas`, `eps`,
-            `weight_decay` and `maximize`. A layer is a parameter tensor.
-        lr: step size, relative to the size of a layer's weights.
+        params: parameters or parameter groups, as in torch.optim. Groups may have their own `lr`, `betas`, `eps`,
+            `weight_decay` and `maximize`. A layer is one parameter tensor.
+        lr: step size, relative to the norm of a layer's weights.
         betas: decay of the momentum and of the variance.
         eps: added to √v̂.
         weight_decay: decay λ, as a part of the direction r.
-        min_coeff: the least factor c of a layer.
-        max_coeff: the largest.
+        min_coeff: the smallest factor c of a layer.
+        max_coeff: the largest factor c of a layer.
         maximize: ascend instead of descend.
         process_group: the ranks that train together; the default group if None.
         topology: "flat", "hierarchical" or "auto", as in `thinwire.Birder`.
-        mesh: a two-dimensional DeviceMesh of the same ranks, a row a node, where LOCAL_WORLD_SIZE does not tell.
-        node_dtype: of gradients on the link inside a node: torch.float32, or torch.bfloat16 for half the bytes.
-        bucket_mb: size of an exchange, in megabytes of fp32 gradient; if None a quarter of the model, within 4 to 32.
-        max_consecutive_skips: after so many steps in a row that were skipped for gradients that are not finite, step()
-            raises TooManySkips; None for never.
-        check_replicas_every: compare a hash of the parameters over all ranks after every so many steps; 0 for never.
+        mesh: a two-dimensional DeviceMesh of the same ranks, one row per node, if LOCAL_WORLD_SIZE is not set.
+        node_dtype: the dtype of gradients on the link inside a node: torch.float32, or torch.bfloat16 for half the
+            bytes.
+        bucket_mb: the size of a bucket, in megabytes of fp32 gradient. None: a quarter of the model, but at least 4 and
+            at most 32.
+        max_consecutive_skips: `step()` raises TooManySkips after this many skipped steps in a row. All ranks skip a
+            step if a gradient on any rank is not finite. None: never.
+        check_replicas_every: compare a hash of the parameters across all ranks every this many steps; 0 for never.
 
     When not to use it:
-        To save bytes: it sends 32 bits a parameter, as DDP does. With ordinary batches AdamW is as good.
+        To save bytes: it sends 32 bits per parameter, as DDP does. With ordinary batch sizes AdamW is as good.
+
+    Gradient clipping:
+        Under `attach`, gradients are sent before `clip_grad_norm_` sees them, so clipping has no effect. Without
+        `attach`, clipping scales a worker's own gradient before the mean, by a different factor on each rank.
 
     Differences from the paper:
-        * A factor c of 1 (before it is clamped) where the weights or the direction are all zero.
-        * A coordinate that has never had a gradient (v = 0) neither moves nor decays.
-        * A gradient of more than 2⁶⁰ counts as one that is not finite: its square would stay in the variance.
+        * c is 1 (before clamping) if the weights or the direction are all zero.
+        * A coordinate that never had a gradient (v = 0) neither moves nor decays.
+        * A gradient above 2⁶⁰ counts as not finite, because its square would stay in the variance.
     """
 
     def __init__(
@@ -93,7 +107,7 @@ class LambRule(UpdateRule):
     """The update rule of `Lamb`.
 
     Args:
-        coeffs: the least and the largest factor c of a layer.
+        coeffs: the smallest and the largest factor c of a layer.
     """
 
     records_buckets = True
@@ -153,7 +167,7 @@ def lamb_step(
     """Take LAMB's step for one parameter, after `updates` updates, this one included.
 
     Returns:
-        Its factor c, and the sum of its variance.
+        The parameter's factor c, and the sum of its v.
     """
     beta1, beta2 = group["betas"]
     direction = {
@@ -175,7 +189,7 @@ def lamb_step(
 
 
 def norms(squares: Sequence[Sequence[float]]) -> list[float]:
-    """The norms of which rows of sums of squares are the parts."""
+    """One norm per column, given rows of partial sums of squares."""
     return [math.sqrt(math.fsum(column)) for column in zip(*squares, strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""The schedules of 0/1 Adam: when it updates its variance, when workers synchronize, and what they did since."""
+"""The schedules of 0/1 Adam: when it updates its variance, when workers synchronize, and the sums since then."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ def _variance_steps(scaler: int) -> Iterator[int]:
 
 
 def local_interval(since_freeze: int, scaler: int, clipper: int) -> int:
-    """The interval between synchronizations, at a step that is counted from 1 after the freeze."""
+    """The interval between synchronizations at a step, counted from 1 after the freeze."""
     doublings = (since_freeze - 1) // scaler
-    # Beyond this many doublings any clipper has been reached.
+    # No clipper is larger than 2**62; the limit keeps the power small.
     return min(2 ** min(doublings, 62), clipper)
 
 
 class Interval:
-    """The steps since replicas were equal, summed up in one small tensor that is saved.
+    """Sums over the steps since replicas were equal, in one small tensor that is saved with the state.
 
     Args:
-        groups: how many parameter groups there are.
+        groups: the number of parameter groups.
     """
 
     def __init__(self, groups: int) -> None:
-        # The last step before the variance was frozen (0: not yet); the number of local steps since replicas were
-        # equal. Then for each group: the sum of learning rates since, 1 minus what weight decay has left since (so that
-        # all of it starts from zero), and the sum of learning rates of the interval before.
+        # The last step before the variance was frozen (0: not yet), and the number of local steps since replicas were
+        # equal. Then, for each group: the sum of learning rates since then; 1 minus the product of weight-decay factors
+        # since then (so that everything starts at zero); the sum of learning rates of the previous interval.
         self.memory = torch.zeros(2 + 3 * groups, dtype=torch.float64, device=HOST)
         self._sums, self._losses, self._sums_before = self.memory[2:].view(3, groups)
         self.read()
 
     def read(self) -> None:
-        """Read the tensor, which may have been loaded."""
+        """Update the attributes from the tensor, which may have been loaded."""
         self.frozen_at = int(self.memory[0])
         """The last step before the variance was frozen; 0 if it is not."""
         self.local_steps = int(self.memory[1])
@@ -57,31 +57,31 @@ class Interval:
         """Record that the variance is frozen with this step."""
         self.memory[0] = self.frozen_at = step
 
-    def note(self, rates: Sequence[float], decays: Sequence[float], *, local: bool) -> None:
-        """Add a step: the learning rate of each group, and the factor that its weight decay leaves of a parameter."""
+    def add_step(self, rates: Sequence[float], decays: Sequence[float], *, local: bool) -> None:
+        """Add a step, given the learning rate and the weight-decay factor of each group."""
         self.local_steps += local
         self.memory[1] = self.local_steps
         self._sums += torch.tensor(rates, dtype=torch.float64, device=HOST)
         self._losses.copy_(1.0 - (1.0 - self._losses) * torch.tensor(decays, dtype=torch.float64, device=HOST))
 
-    def of_groups(self) -> tuple[list[float], list[float]]:
-        """For each group the sum of learning rates, and the product of weight-decay factors."""
+    def totals(self) -> tuple[list[float], list[float]]:
+        """For each group, the sum of learning rates, and the product of weight-decay factors."""
         return self._sums.tolist(), (1.0 - self._losses).tolist()
 
     def shrinks(self, rates: Sequence[float], length: int) -> list[float]:
-        """For each group, the ratio of the coming sum of learning rates to that of the last interval; at most 1.
+        """For each group, the ratio of the expected sum of learning rates to that of the last interval; at most 1.
 
         Args:
-            rates: those of the first step of an interval.
-            length: how many steps the interval will have.
+            rates: the learning rates in the first step of an interval.
+            length: the number of steps of the interval.
         """
         if bool(self._sums.any()):
-            return [1.0] * len(rates)  # it has begun already
+            return [1.0] * len(rates)  # the interval has already begun
         pairs = zip(rates, self._sums_before.tolist(), strict=True)
         return [min(1.0, rate * length / before) if before > 0 else 1.0 for rate, before in pairs]
 
     def end(self) -> None:
-        """Replicas are equal again."""
+        """End the interval: replicas are equal again."""
         torch.where(self._sums > 0, self._sums, self._sums_before, out=self._sums_before)
         self.memory[1] = self.local_steps = 0
         self._sums.zero_()

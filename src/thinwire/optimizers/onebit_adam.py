@@ -1,4 +1,4 @@
-"""1-bit Adam: Adam until its variance has settled, then momentum by signs, scales and error feedback.
+"""1-bit Adam: dense Adam until its variance has settled, then a momentum in signs and scales, with residuals.
 
 Hanlin Tang, Shaoduo Gan, Ammar Ahmad Awan, Samyam Rajbhandari, Conglong Li, Xiangru Lian, Ji Liu, Ce Zhang, Yuxiong He:
 "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed". ICML 2021.
@@ -31,15 +31,15 @@ from thinwire.transport.state import State, Tensors
 
 
 class OneBitAdam(WireOptimizer):
-    r"""1-bit Adam (Tang et al., ICML 2021): dense AdamW first, then one bit a parameter with error feedback.
+    r"""1-bit Adam (Tang et al., ICML 2021): dense AdamW first, then one bit per parameter with error feedback.
 
-    Warm-up is AdamW on the exact mean gradient. When it ends the variance is frozen as v̂, and with the momentum m that
-    all workers share, worker i sends the scaled sign C(y) = ‖y‖₂/√len · sign(y) of::
+    The warm-up is AdamW on the exact mean gradient. At its end the variance is frozen as v̂. From then on all workers
+    share the momentum m, and worker i sends a scaled sign, C(y) = ‖y‖₂/√len · sign(y)::
 
         m ← C( mean_i C(β1 m + (1-β1) g_i + e_i) + ē )        x ← (1 - lr·λ) x - lr · m̂ / (√v̂ + ε)
 
-    where e_i and ē are what the two compressions, at the worker and at the owner of a shard, have not said so far.
-    There is one scale for each shard of a bucket.
+    e_i is the residual of the worker, and ē that of the owner of a shard: what their compressed messages have left out
+    so far. There is one scale per shard of a bucket.
 
     Example::
 
@@ -50,52 +50,54 @@ class OneBitAdam(WireOptimizer):
         loss.backward(); opt.step(); opt.zero_grad()
 
     Args:
-        params: parameters or groups of them, as in torch.optim. Groups may have their own `lr`, `betas`, `eps`,
+        params: parameters or parameter groups, as in torch.optim. Groups may have their own `lr`, `betas`, `eps`,
             `weight_decay` and `maximize`.
-        lr: step size, AdamW's.
-        betas: decay of the momentum and of the variance. The variance looks back 1/(1-β2) steps, and the warm-up has at
-            least as many: a smaller β2 than AdamW's 0.999 makes it short.
+        lr: step size, the same as AdamW's.
+        betas: decay of the momentum and of the variance. The variance averages over 1/(1-β2) steps, and the warm-up
+            takes at least that many. A β2 smaller than AdamW's 0.999 makes it short.
         eps: added to √v̂, as in AdamW.
         weight_decay: decoupled decay λ, as in AdamW.
-        warmup_steps: how many steps are dense; a tenth to a fifth of the run is common. "auto": until the sum of the
-            variance, without its bias, is at least 0.96 of what it was 1/(1-β2) steps before, and no learning rate has
-            risen for as long. It is looked at 16 times in that many steps, and logged (logger "thinwire").
-        total_steps: the length of the run, if you know it: you are warned if the warm-up is going to take all of it.
-        variance_floor: at the switch √v̂ of a coordinate counts for at least this part of the root mean square of its
-            parameter's. A sign says as much to a row that hardly ever has a gradient as to all others, and divided by
-            next to nothing it would throw the row about. 0 is the paper's rule.
+        warmup_steps: the number of dense steps; a tenth to a fifth of the run is common. "auto": until the sum of the
+            bias-corrected variance is at least 0.96 of its value 1/(1-β2) steps earlier, and no learning rate has risen
+            for that long. It is checked 16 times in that many steps, and the end is logged (logger "thinwire").
+        total_steps: the length of the run, if known. The constructor warns if the warm-up would take all of it.
+        variance_floor: when the variance is frozen, √v̂ of a coordinate is at least this fraction of the root mean
+            square over its parameter. A sign moves a row that rarely has a gradient as much as any other; divided by a
+            tiny √v̂ it would make huge steps. 0 is the paper's rule.
         maximize: ascend instead of descend.
-        error_dtype: of the two error memories. torch.bfloat16 halves them.
+        error_dtype: the dtype of both residuals. torch.bfloat16 halves their memory.
         process_group: the ranks that train together; the default group if None.
-        topology: "flat", "hierarchical" or "auto", as in `thinwire.Birder`. In a hierarchical one the node is the
-            worker: a rank keeps the error memory of its slice only.
-        mesh: a two-dimensional DeviceMesh of the same ranks, a row a node, where LOCAL_WORLD_SIZE does not tell.
-        node_dtype: of gradients on the link inside a node: torch.float32, or torch.bfloat16 for half the bytes.
-        bucket_mb: size of an exchange, in megabytes of fp32 gradient; if None a quarter of the model, within 4 to 32.
+        topology: "flat", "hierarchical" or "auto", as in `thinwire.Birder`. In a hierarchical topology the node is the
+            worker, and a rank keeps the residual only of its slice.
+        mesh: a two-dimensional DeviceMesh of the same ranks, one row per node, if LOCAL_WORLD_SIZE is not set.
+        node_dtype: the dtype of gradients on the link inside a node: torch.float32, or torch.bfloat16 for half the
+            bytes.
+        bucket_mb: the size of a bucket, in megabytes of fp32 gradient. None: a quarter of the model, but at least 4 and
+            at most 32.
             Scales belong to shards of buckets, so results depend on it.
-        max_consecutive_skips: after so many steps in a row that were skipped for gradients that are not finite, step()
-            raises TooManySkips; None for never.
-        check_replicas_every: compare a hash of the parameters over all ranks after every so many steps; 0 for never.
+        max_consecutive_skips: `step()` raises TooManySkips after this many skipped steps in a row. All ranks skip a
+            step if a gradient on any rank is not finite. None: never.
+        check_replicas_every: compare a hash of the parameters across all ranks every this many steps; 0 for never.
 
     When not to use it:
-        When gradients change their size a lot after the warm-up (a new task, a jump of the learning rate): the frozen
-        variance does not follow. For short runs, whose warm-up is most of them: use `thinwire.Birder`. Watch the loss
-        in the steps after the switch; if it rises, freeze later or lower the learning rate.
+        When gradients change their magnitude a lot after the warm-up (a new task, a jump of the learning rate): the
+        frozen variance does not follow. For short runs, most of which would be warm-up: use `thinwire.Birder`. Watch
+        the loss in the steps after the freeze; if it rises, freeze later or lower the learning rate.
 
     Gradient clipping:
-        Under `attach` gradients are on their way before `clip_grad_norm_` sees them, so that it has no effect. Without,
-        it scales a worker's own gradient before it is averaged, another factor on each rank.
+        Under `attach`, gradients are sent before `clip_grad_norm_` sees them, so clipping has no effect. Without
+        `attach`, clipping scales a worker's own gradient before the mean, by a different factor on each rank.
 
     Differences from the paper:
-        * Bias correction as in Adam, of the momentum throughout, of the variance up to the freeze.
-        * A scale a shard of a bucket instead of one a model, and decoupled weight decay.
-        * The floor of the frozen variance.
-        * A coordinate that has never had a gradient (v = 0) neither moves nor decays, during warm-up and after it.
-        * After the switch a parameter without a gradient on a worker counts as one with zeros there; one without a
+        * Bias correction as in Adam: of the momentum throughout, of the variance until the freeze.
+        * One scale per shard of a bucket instead of one per model, and decoupled weight decay.
+        * The variance floor.
+        * A coordinate that never had a gradient (v = 0) neither moves nor decays, in the warm-up and after it.
+        * After the warm-up, a parameter without a gradient on one worker counts as zeros there. A parameter without a
           gradient on all workers does not move, while its momentum decays.
-        * The momentum takes part in a step that is skipped for a gradient that is not finite; parameters do not.
-        * A gradient of more than 2⁶⁰ counts as one that is not finite: its square would stay in the variance.
-        * In a hierarchical topology of a single node nothing is compressed and the warm-up never ends: it is AdamW.
+        * If a step is skipped because a gradient is not finite, the momentum still changes; parameters do not.
+        * A gradient above 2⁶⁰ counts as not finite, because its square would stay in the variance.
+        * In a hierarchical topology with a single node, nothing is compressed and the warm-up never ends: it is AdamW.
     """
 
     def __init__(
@@ -122,7 +124,7 @@ class OneBitAdamRule(UpdateRule):
     """The update rule of `OneBitAdam`.
 
     Args:
-        options: when and how the second stage follows the first.
+        options: when and how the compressed stage follows the warm-up.
     """
 
     state_depends_on_buckets = True

@@ -1,4 +1,4 @@
-"""1-bit LAMB: LAMB until its variance has settled, then momentum by signs with a scale that suits all layers.
+"""1-bit LAMB: dense LAMB until its variance has settled, then a momentum in signs, with weights that equalize layers.
 
 Conglong Li, Ammar Ahmad Awan, Hanlin Tang, Samyam Rajbhandari, Yuxiong He: "1-bit LAMB: Communication Efficient
 Large-Scale Large-Batch Training with LAMB's Convergence Speed". HiPC 2022.
@@ -34,26 +34,27 @@ from thinwire.transport.memory import untouched_zeros
 from thinwire.transport.state import State, Tensors
 
 _COEFF_BETA = 0.9
-_SILENT = 0.1
-"""A layer with less momentum than this fraction of √v̂ has no gradients now: noise alone gives twice as much at
-β1 = 0.9."""
-_MOST_WEIGHT = 1000.0
+_SMALLEST_MOMENTUM = 0.1
+"""A layer whose momentum is less than this fraction of √v̂ has no gradients now: with β1 = 0.9, noise alone gives twice
+as much."""
+_LARGEST_WEIGHT = 1000.0
+"""The weight of a layer is at most this, and at least its inverse."""
 
 
 class OneBitLamb(WireOptimizer):
-    r"""1-bit LAMB (Li et al., HiPC 2022): layer-wise steps for large batches, one bit a parameter after a warm-up.
+    r"""1-bit LAMB (Li et al., HiPC 2022): layer-wise steps for large batches, one bit per parameter after a warm-up.
 
-    Warm-up is `thinwire.Lamb` on the exact mean gradient, and keeps an average c_avg of each layer's factor c. When it
-    ends the variance is frozen as v̂, a second one w goes on from it, and each layer gets a weight k so that momenta of
-    all layers are of one size. With the scaled sign C(y) = ‖y‖₂/√len · sign(y) and errors e_i, ē as in
-    `thinwire.OneBitAdam`::
+    The warm-up is `thinwire.Lamb` on the exact mean gradient. It also keeps an average c_avg of each layer's factor c.
+    At its end the variance is frozen as v̂, a second variance w continues from it, and each layer gets a weight k that
+    brings the momenta of all layers to the same size. With the scaled sign C(y) = ‖y‖₂/√len · sign(y) and residuals
+    e_i and ē as in `thinwire.OneBitAdam`::
 
         m ← C( mean_i C(k (β1 m + (1-β1) g_i) + e_i) + ē ) / k        r = m̂ / (√v̂ + ε) + λ x
         g = (m - β1 m_before) / (1-β1)        w ← β2 w + (1-β2) g²    f = max((√v̂ + ε) / (√w + ε))
         x ← x - lr · c_avg · f · r
 
-    With weight decay f is blended, f ← f p + (1-p) with p = min(1, ‖m̂/(√v̂ + ε)‖ / ‖r‖). It stays within
-    [factor_min, factor_max], and within `factor_threshold` of its last value.
+    With weight decay, f is blended: f ← f p + (1-p) with p = min(1, ‖m̂/(√v̂ + ε)‖ / ‖r‖). f stays within
+    [factor_min, factor_max], and changes by at most the fraction `factor_threshold` per step.
 
     Example::
 
@@ -64,51 +65,55 @@ class OneBitLamb(WireOptimizer):
         loss.backward(); opt.step(); opt.zero_grad()
 
     Args:
-        params: parameters or groups of them, as in torch.optim. Groups may have their own `lr`, `betas`, `eps`,
-            `weight_decay` and `maximize`. A layer is a parameter tensor.
-        lr: step size, relative to the size of a layer's weights.
+        params: parameters or parameter groups, as in torch.optim. Groups may have their own `lr`, `betas`, `eps`,
+            `weight_decay` and `maximize`. A layer is one parameter tensor.
+        lr: step size, relative to the norm of a layer's weights.
         betas: decay of the momentum and of the variances.
         eps: added to √v̂ and √w.
         weight_decay: decay λ, as a part of the direction r.
-        warmup_steps: how many steps are dense, or "auto", as in `thinwire.OneBitAdam`.
-        total_steps: the length of the run, if you know it: you are warned if the warm-up is going to take all of it.
-        variance_floor: √v̂ counts for at least this part of its root mean square, as in `thinwire.OneBitAdam`.
-        min_coeff: the least factor c of a layer during warm-up.
-        max_coeff: the largest.
-        factor_min: the least factor f of a layer after the warm-up.
-        factor_max: the largest.
-        factor_threshold: by which part of its last value f may change in a step.
+        warmup_steps: the number of dense steps, or "auto", as in `thinwire.OneBitAdam`.
+        total_steps: the length of the run, if known. The constructor warns if the warm-up would take all of it.
+        variance_floor: √v̂ is at least this fraction of its root mean square, as in `thinwire.OneBitAdam`.
+        min_coeff: the smallest factor c of a layer in the warm-up.
+        max_coeff: the largest factor c of a layer in the warm-up.
+        factor_min: the smallest factor f of a layer after the warm-up.
+        factor_max: the largest factor f of a layer after the warm-up.
+        factor_threshold: the largest relative change of f in one step.
         maximize: ascend instead of descend.
-        error_dtype: of the two error memories. torch.bfloat16 halves them.
+        error_dtype: the dtype of both residuals. torch.bfloat16 halves their memory.
         process_group: the ranks that train together; the default group if None.
         topology: "flat", "hierarchical" or "auto", as in `thinwire.Birder`.
-        mesh: a two-dimensional DeviceMesh of the same ranks, a row a node, where LOCAL_WORLD_SIZE does not tell.
-        node_dtype: of gradients on the link inside a node: torch.float32, or torch.bfloat16 for half the bytes.
-        bucket_mb: size of an exchange, in megabytes of fp32 gradient; if None a quarter of the model, within 4 to 32.
+        mesh: a two-dimensional DeviceMesh of the same ranks, one row per node, if LOCAL_WORLD_SIZE is not set.
+        node_dtype: the dtype of gradients on the link inside a node: torch.float32, or torch.bfloat16 for half the
+            bytes.
+        bucket_mb: the size of a bucket, in megabytes of fp32 gradient. None: a quarter of the model, but at least 4 and
+            at most 32.
             Scales belong to shards of buckets, so results depend on it.
-        max_consecutive_skips: after so many steps in a row that were skipped for gradients that are not finite, step()
-            raises TooManySkips; None for never.
-        check_replicas_every: compare a hash of the parameters over all ranks after every so many steps; 0 for never.
+        max_consecutive_skips: `step()` raises TooManySkips after this many skipped steps in a row. All ranks skip a
+            step if a gradient on any rank is not finite. None: never.
+        check_replicas_every: compare a hash of the parameters across all ranks every this many steps; 0 for never.
 
     When not to use it:
-        With ordinary batches: `thinwire.OneBitAdam` and `thinwire.Birder` are simpler, and LAMB's factors gain nothing.
-        For short runs, whose warm-up is most of them.
+        With ordinary batch sizes: `thinwire.OneBitAdam` and `thinwire.Birder` are simpler, and LAMB's factors gain
+        nothing. For short runs, most of which would be warm-up.
 
     Gradient clipping:
-        Under `attach` gradients are on their way before `clip_grad_norm_` sees them, so that it has no effect.
+        Under `attach`, gradients are sent before `clip_grad_norm_` sees them, so clipping has no effect. Without
+        `attach`, clipping scales a worker's own gradient before the mean, by a different factor on each rank.
 
     Differences from the paper:
-        * Bias correction as in Adam; c_avg begins at the first c instead of at zero.
-        * The frozen variance and w are the corrected ones. w follows from the second step after the switch on, because
-          the momentum before the first is no sum of signs.
-        * A layer's weight k is at most 1000 times the mean's and at least a 1000th; a layer that has fallen silent
-          before the switch is weighed by a tenth of √v̂. The floor of the frozen variance.
-        * A layer without momentum at the switch has a weight of 1; factors of 1 where the weights or the direction are
-          zero.
-        * A coordinate that has never had a gradient (v = 0) neither moves nor decays, and does not count in f.
-        * A scale a shard of a bucket, and what `thinwire.OneBitAdam` says of absent and of non-finite gradients.
-        * A gradient of more than 2⁶⁰ counts as one that is not finite: its square would stay in the variance.
-        * In a hierarchical topology of a single node nothing is compressed and the warm-up never ends: it is LAMB.
+        * Bias correction as in Adam. c_avg starts at the first c instead of at zero.
+        * The frozen variance and w start from the bias-corrected variance. w changes from the second step after the
+          switch on, because the momentum before the first one was not received as signs.
+        * A layer's weight k is the mean momentum of all layers divided by its own, within [1/1000, 1000]. For a layer
+          that had no gradients for a while before the switch, a tenth of √v̂ takes the place of its momentum.
+        * The variance floor.
+        * A layer without momentum at the switch has the weight 1. A factor is 1 if the weights or the direction are
+          all zero.
+        * A coordinate that never had a gradient (v = 0) neither moves nor decays, and does not count in f.
+        * One scale per shard of a bucket. Absent and non-finite gradients are treated as in `thinwire.OneBitAdam`.
+        * A gradient above 2⁶⁰ counts as not finite, because its square would stay in the variance.
+        * In a hierarchical topology with a single node, nothing is compressed and the warm-up never ends: it is LAMB.
     """
 
     def __init__(
@@ -166,8 +171,8 @@ class OneBitLambRule(UpdateRule):
     """The update rule of `OneBitLamb`.
 
     Args:
-        options: when and how the second stage follows the first.
-        limits: of the factors of a layer.
+        options: when and how the compressed stage follows the warm-up.
+        limits: the limits of the factors of a layer.
     """
 
     state_depends_on_buckets = True
@@ -194,12 +199,12 @@ class OneBitLambRule(UpdateRule):
         self._stages = DenseThenSigns(context, state, self._adam, self._options, keep_previous_answer=True)
         layers = len(layout.slots)
         self._coefficient = state.add_numbers("coefficient", layers, torch.float64)
-        """c_avg of each layer, up to the switch without bias correction."""
+        """c_avg of each layer; not bias-corrected before the switch."""
         self._factor = state.add_numbers("factor", layers, torch.float64, start=1)
         self._weight = state.add_numbers("weight", layers, torch.float64, start=1, check=_check_weight)
-        """What a layer's momentum is multiplied by in packets."""
+        """k of each layer: the factor of its momentum in packets."""
         self._updates_w = False
-        """Whether w is updated in this step: the gradient follows from two answers."""
+        """Whether this step updates w, which needs two consecutive answers to recover the gradient."""
         if context.topology.compresses:
             self._w = untouched_zeros(layout.size, torch.float32, layout.device)
             state.whole["w"] = self._w
@@ -299,15 +304,15 @@ class OneBitLambRule(UpdateRule):
         self._stages.end_step(self._weigh_layers)
 
     def _weigh_layers(self) -> list[float]:
-        """At the switch: the weight of each layer, the corrected c_avg, and the start of w."""
+        """At the switch, compute the weight of each layer, correct the bias of c_avg, and start w from the variance."""
         slots = self.context.layout.slots
         sizes = [self._typical_momentum(position) for position in range(len(slots))]
-        some = [size for size in sizes if size > 0]
+        nonzero = [size for size in sizes if size > 0]
         for position, (slot, size) in enumerate(zip(slots, sizes, strict=True)):
             updates = self._adam.updates.now[position]
             if size > 0:
-                weight = math.fsum(some) / len(some) / size
-                self._weight.now[position] = clamp(weight, 1 / _MOST_WEIGHT, _MOST_WEIGHT)
+                weight = math.fsum(nonzero) / len(nonzero) / size
+                self._weight.now[position] = clamp(weight, 1 / _LARGEST_WEIGHT, _LARGEST_WEIGHT)
             self._coefficient.now[position] *= correction(_COEFF_BETA, updates)
             here = slice(slot.start, slot.start + slot.numel)
             unbias = correction(self.context.group_of(position)["betas"][1], updates)
@@ -315,10 +320,10 @@ class OneBitLambRule(UpdateRule):
         return list(self._weight.now)
 
     def _typical_momentum(self, position: int) -> float:
-        """The root mean square of a layer's momentum, or a tenth of √v̂'s if that is more.
+        """The root mean square of a layer's momentum, or a tenth of that of √v̂ if that is larger.
 
-        A layer that has had no gradients for a while has next to no momentum. Weighted by it, its gradients would
-        dominate the shard when they return. √v̂ decays more slowly.
+        A layer that has had no gradients for a while has almost no momentum, and would get a huge weight: its gradients
+        would dominate the shard when they return. √v̂ decays more slowly.
         """
         slot = self.context.layout.slots[position]
         if not slot.numel:
@@ -326,7 +331,7 @@ class OneBitLambRule(UpdateRule):
         beta2 = self.context.group_of(position)["betas"][1]
         momentum = self.context.kernels.square_sum(self._adam.m[slot.start : slot.start + slot.numel])
         variance = self._adam.variances.now[position] * correction(beta2, self._adam.updates.now[position])
-        return math.sqrt(max(momentum, _SILENT**2 * variance) / slot.numel)
+        return math.sqrt(max(momentum, _SMALLEST_MOMENTUM**2 * variance) / slot.numel)
 
     def before_save(self, saved: dict[str, Any]) -> None:
         """See `UpdateRule`."""
@@ -343,5 +348,5 @@ class OneBitLambRule(UpdateRule):
 
 
 def _check_weight(weight: Tensor, step: int) -> str | None:
-    fine = 1 / _MOST_WEIGHT <= float(weight) <= _MOST_WEIGHT
-    return None if fine else f"is not between {1 / _MOST_WEIGHT} and {_MOST_WEIGHT}"
+    in_range = 1 / _LARGEST_WEIGHT <= float(weight) <= _LARGEST_WEIGHT
+    return None if in_range else f"is not between {1 / _LARGEST_WEIGHT} and {_LARGEST_WEIGHT}"

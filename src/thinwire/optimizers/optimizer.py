@@ -1,10 +1,10 @@
-"""The base of thinwire's optimizers: an optimizer has an update rule and a session.
+"""The base class of all optimizers: an optimizer has an update rule and a session.
 
     gradients → bucket → [mean over the node] → rule.encode → exchange → commit round → rule.apply → metrics
 
 The rule (`thinwire.optimizers.rule`) is what a paper defines. The session (`thinwire.transport.session`) exchanges
-packets. This file decides when each of them is called, the same for all optimizers: by `step()` or, for a model given
-to `thinwire.attach`, as soon as backward has a gradient.
+packets. This file decides when to call them: in `step()` or, for a model given to `thinwire.attach`, as soon as
+backward has a gradient. It is the same for all optimizers.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from thinwire.optimizers import state_dict as state_dicts
 from thinwire.optimizers.agreement import describe, require_agreement
 from thinwire.optimizers.inputs import (
     LOW_PRECISION,
+    check_frozen,
     check_parameters,
+    check_rates_on_host,
     form_of,
     gradient_of,
     make_plain,
     refuse_capture,
-    refuse_rates_on_devices,
-    refuse_thawed,
 )
 from thinwire.optimizers.rule import Context, RuleEncoder, UpdateRule
 from thinwire.optimizers.safety import ReplicaCheck, Skips
@@ -51,7 +51,7 @@ __all__ = ["Unpack", "WireOptimizer", "WireOptions"]
 
 
 class WireOptions(TypedDict, total=False):
-    """Arguments that all optimizers take besides those of their papers. Their docstrings describe each."""
+    """Arguments that all optimizers take besides those of their papers. `thinwire.Birder` describes each."""
 
     process_group: dist.ProcessGroup | None
     topology: Choice
@@ -64,20 +64,20 @@ class WireOptions(TypedDict, total=False):
 
 @unscales_in_step
 class WireOptimizer(Optimizer):
-    """What all of thinwire's optimizers share. See the subclasses for use.
+    """The base class of all optimizers. See the subclasses for their use.
 
     The phases of `step()`:
 
-    1. encode the gradients that backward has not encoded already. A bucket whose last parameter is encoded goes to the
-       transport, which exchanges buckets in order while the next are being encoded;
+    1. encode the gradients that backward has not encoded already. When the last parameter of a bucket is encoded, the
+       bucket goes to the transport, which exchanges buckets in order while the next ones are encoded;
     2. wait for the exchange;
     3. if any gradient on any rank was not finite, stop here, on all ranks;
     4. apply the answers.
 
     Args:
         params: as in torch.optim.
-        defaults: hyper-parameters of groups that do not have their own.
-        rule: what the paper defines.
+        defaults: hyper-parameters for groups that do not set their own.
+        rule: the update rule, which the paper defines.
         process_group, topology, mesh, node_dtype, bucket_mb, max_consecutive_skips, check_replicas_every: see
             `thinwire.Birder`.
     """
@@ -116,26 +116,26 @@ class WireOptimizer(Optimizer):
         self._step_count = torch.zeros((), dtype=torch.int64, device=HOST)
         self._names: dict[Tensor, str] = {}
         self._after_step: list[Callable[[], None]] = []
-        """Called after every step, also one that ends in an error about several of them."""
+        """Called after every step, even if step() then raises TooManySkips or ReplicasDiffer."""
         self._loading: list[tuple[Tensor, Tensor]] = []
-        """Pairs of a state tensor and what load_state_dict is about to copy into it."""
+        """Pairs of a state tensor and the tensor that load_state_dict copies into it."""
         self._agreed = False
         """Whether all ranks have ever agreed on the layout."""
         self._closed = False
         self._at_close: list[Callable[[], None]] = []
-        """What else ends with this optimizer."""
+        """Called by `close()`."""
         self._overflowed = False
-        """Whether a gradient was not finite in the last step, on any rank; unknown for a deferred step."""
+        """Whether a gradient on any rank was not finite in the last step; unknown for a deferred step."""
         self._inverted: tuple[Tensor, int, Tensor] | None = None
-        """A loss scale, its version, and its inverse."""
-        # Not self.defaults, to which torch adds entries of its own.
+        """A loss scale, its tensor version, and its inverse."""
+        # Not self.defaults, because torch adds entries to it.
         self._hyperparameters = frozenset(defaults)
         super().__init__(params, defaults)
         self._build()
         state_dicts.install(self)
 
     def _settings_text(self) -> str:
-        """The arguments that decide the bits of a run, for people to read."""
+        """The arguments on which the bits of a run depend, as text."""
         settings = self._settings()
         if self._topology.slices > 1:
             settings["node_dtype"] = self._node_dtype
@@ -148,11 +148,11 @@ class WireOptimizer(Optimizer):
     # Layout and state, made at construction --------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, as in torch.optim; possible until the first step or `attach`."""
+        """Add parameters, as in torch.optim, before the first step and before `attach`."""
         if self._agreed or self._step_count > 0:
             raise RuntimeError(
-                "add_param_group after the first step or attach: all ranks have agreed on a layout by now. Give the "
-                "optimizer all parameters when it is made, and freeze with requires_grad_(False) what shall wait"
+                "add_param_group after the first step or attach: all ranks have already agreed on a layout. Give the "
+                "optimizer all parameters when it is made, and then freeze some of them with requires_grad_(False)"
             )
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -168,7 +168,7 @@ class WireOptimizer(Optimizer):
             raise
 
     def _build(self) -> None:
-        # A parameter that is frozen now has no place in packets. Freezing one later is fine: it just has no gradient.
+        # A parameter that is frozen now is in no packet. One that is frozen later simply has no gradient.
         held = [(p, i) for i, group in enumerate(self.param_groups) for p in group["params"] if p.requires_grad]
         self._frozen = [p for group in self.param_groups for p in group["params"] if not p.requires_grad]
         devices = {p.device for p, _ in held}
@@ -195,38 +195,39 @@ class WireOptimizer(Optimizer):
         self._state_of: list[Tensors] = self._context.state_of
         """By position, the state of each parameter."""
         self._shown_of: list[Tensors] = []
-        """The same memory in other tensors, which `state` shows to users, who may do with them what they like."""
+        """The same memory in separate tensor objects, which `state` exposes. Users cannot damage the others by them."""
         for position, p in enumerate(self._flat_params):
             state = {"step": self._step_count, **self._flat_state.of(session.layout, self._topology.node, position, p)}
             if p.dtype in LOW_PRECISION:
                 order = torch.preserve_format if is_dense(p) else torch.contiguous_format
                 state["master"] = torch.empty_like(p, dtype=torch.float32, memory_format=order).copy_(p.detach())
             self._state_of.append(state)
-        state_dicts.show(self)
+        state_dicts.expose(self)
         self._forms = [form_of(p) for p in self._flat_params]
         self._built = True
         self._begin_step()
 
     def _prepare(self, names: dict[Tensor, str] | None = None) -> None:
-        """Before the first exchange: agree with all ranks on everything, then connect.
+        """Before the first exchange, compare all settings with all ranks, then connect.
 
         Called by the first `step()` after construction or `load_state_dict()`, or by `attach`, which knows the
         parameters' names.
 
         Raises:
-            RuntimeError: on every rank, if ranks disagree; after `close()`.
-            ValueError: on every rank, if the ranks of nodes are unknown, or nodes have different numbers of ranks.
+            RuntimeError: on every rank, if ranks disagree; also after `close()`.
+            ValueError: on every rank, if it is unknown which ranks form a node, or if nodes differ in their number of
+                ranks.
         """
         if self._session.connected and names is None:
             return
         if self._closed:
             raise RuntimeError(
-                f"this {type(self).__name__} is closed: make a new one, and load its state_dict(). A model that was "
-                "attached needs a new DistributedDataParallel around its module"
+                f"this {type(self).__name__} is closed: make a new one, and load the state_dict() of this one. A "
+                "model that was attached needs a new DistributedDataParallel around its module"
             )
         self._peers.check_initialized_first()
         self._names = names or self._names
-        state_dicts.refuse_changed(self, thoroughly=True)
+        state_dicts.check_unchanged(self, thoroughly=True)
         name = require_agreement(self._peers, describe(self, self._names))
         self._agreed = True
         if self._topology.problem is not None:
@@ -235,9 +236,9 @@ class WireOptimizer(Optimizer):
             self._session.connect(name)
 
     def close(self) -> None:
-        """End the threads and connections of this optimizer. It takes no more steps; its state can still be read.
+        """End the threads and connections of this optimizer. It can take no more steps; its state can still be read.
 
-        An optimizer that is no longer referenced closes itself when it is collected.
+        An optimizer that is no longer referenced closes itself when it is garbage-collected.
         """
         self._closed = True
         self._disconnect()
@@ -251,7 +252,7 @@ class WireOptimizer(Optimizer):
     # A step ----------------------------------------------------------------------------------------------------------
 
     def _begin_step(self) -> None:
-        """Discard what was encoded. The next gradients belong to a new step."""
+        """Start a new step, and discard what was encoded for the last one."""
         context, rule = self._context, self._rule
         context.groups = self.param_groups
         context.step = int(self._step_count) + 1
@@ -276,13 +277,13 @@ class WireOptimizer(Optimizer):
         scale = self._inverse(scale_passed_to_step(self))
         rule, session = self._rule, self._session
         self._context.groups = self.param_groups
-        refuse_rates_on_devices(self.param_groups)
+        check_rates_on_host(self.param_groups)
         for group in self.param_groups:
             make_plain(group)
             rule.check_group(group)
         refuse_capture(session.layout.device)
-        refuse_thawed(self._frozen)
-        state_dicts.refuse_changed(self)
+        check_frozen(self._frozen)
+        state_dicts.check_unchanged(self)
         rest = [position for position, encoded in enumerate(session.encoded) if not encoded]
         gradients = [gradient_of(self._flat_params[position]) for position in rest]
         self._prepare()
@@ -319,8 +320,8 @@ class WireOptimizer(Optimizer):
         """Encode one parameter's gradient before `step()` does. Called by `attach` during backward."""
         refuse_capture(self._session.layout.device)
         if not self._session.connected:
-            # After load_state_dict() all ranks agree again, in step(): not here, because backward passes of different
-            # ranks are at different places among the user's own collectives.
+            # After load_state_dict(), step() repeats the agreement. Backward cannot: on each rank it may run between
+            # different collectives of the user.
             return
         self._context.groups = self.param_groups
         with self._session.transport.abort_on_error():
@@ -331,7 +332,7 @@ class WireOptimizer(Optimizer):
         if form_of(p) != self._forms[position]:
             raise RuntimeError(
                 f"a parameter is {form_of(p)}, but was {self._forms[position]} when the optimizer was made. Convert "
-                "the model first, and make the optimizer then"
+                "the model first, and then make the optimizer"
             )
         self._session.encode(position, grad, scale, self._encoder)
 
@@ -352,7 +353,7 @@ class WireOptimizer(Optimizer):
             numbers.write()
 
     def _finish_exchange(self) -> None:
-        """End an exchange that backward has begun and no step() will end: all ranks send all of it, for nothing."""
+        """Complete an exchange that backward has begun if no step() will. All ranks complete it and discard it."""
         self._session.encode_rest(self._encoder)
         self._read_outcomes()
         if self._session.connected:
@@ -372,8 +373,8 @@ class WireOptimizer(Optimizer):
         Call it on all ranks, after `step()`. It does nothing if replicas are equal.
 
         Raises:
-            RuntimeError: between backward and `step()`, when gradients have been sent already; on all ranks, if some
-                did not call it.
+            RuntimeError: between backward and `step()`, if gradients have already been sent; on all ranks, if some
+                ranks did not call it.
         """
         if not self._rule.has_local_steps:
             return
@@ -387,14 +388,14 @@ class WireOptimizer(Optimizer):
             self._write_numbers()
             self._begin_step()
 
-    # Deferred outcomes: on a device, only the device knows at first whether a step was taken --------------------------
+    # Deferred outcomes: on a GPU, the host reads one step later whether a step was taken -----------------------------
 
     def _read_outcomes(self) -> None:
-        """Read how the steps went that were left to the device, and correct what the host counted for them.
+        """Read the outcomes of deferred steps, and correct what the host counted for them.
 
         Raises:
-            CorruptPacket: if a packet was refused; nothing has been applied since.
-            TooManySkips: as `step()` does.
+            CorruptPacket: if a packet was refused. No step has been applied since then.
+            TooManySkips: as in `step()`.
         """
         for step, flags, present in self._session.outcomes():
             skipped = bool(flags & packet.NONFINITE)
@@ -405,7 +406,7 @@ class WireOptimizer(Optimizer):
             self._skips.note(step, skipped=skipped)
 
     def _overflow(self) -> bool | Tensor:
-        """Whether a gradient was not finite in the last step, on any rank: a tensor of one float if only the device
+        """Whether a gradient on any rank was not finite in the last step; a tensor of one float if only the device
         knows."""
         overflow = self._session.overflow()
         return self._overflowed if overflow is None else overflow
@@ -426,7 +427,7 @@ class WireOptimizer(Optimizer):
     # Reading ---------------------------------------------------------------------------------------------------------
 
     def metrics(self) -> Metrics:
-        """What the run has cost so far, on this rank."""
+        """The bytes, times and counters of this rank since the start."""
         self._read_outcomes()
         return self._meter.read(mean_abs_vote=self._rule.mean_abs_vote(), contraction=self._rule.contraction())
 
@@ -444,8 +445,8 @@ class WireOptimizer(Optimizer):
 
 
 def _with_options(constructor: Callable[..., None]) -> inspect.Signature:
-    """The signature of a constructor with `**wire`, for people and tools: with the options of `WireOptimizer`."""
+    """The signature of a constructor, with `**wire` replaced by the options of `WireOptimizer`, for help and tools."""
     own, options = inspect.signature(constructor), inspect.signature(WireOptimizer.__init__).parameters
-    named = [p for p in own.parameters.values() if p.name not in ("self", "wire")]
-    spelled = [options[name] for name in WireOptions.__annotations__] if "wire" in own.parameters else []
-    return own.replace(parameters=[*named, *spelled])
+    own_parameters = [p for p in own.parameters.values() if p.name not in ("self", "wire")]
+    wire_options = [options[name] for name in WireOptions.__annotations__] if "wire" in own.parameters else []
+    return own.replace(parameters=[*own_parameters, *wire_options])

@@ -1,23 +1,23 @@
 """Continue a saved run on other ranks, in another topology, or with buckets of another size.
 
-For every rank of the old run an optimizer like the current one is made, which has the rank's view of the run but no
-connections. The rank's state dict is loaded into it, with all the checks of a state dict. The states of all of them are
-joined in the flat space, where a parameter has the same place however the space is cut, and are then cut for the ranks
-of this run. Every rank reads all states in the same order and computes the same.
+For each rank of the old run, `read` makes a source optimizer: a copy of the current one that has the old rank's view of
+the run but no connections. It loads the rank's state dict, with all the usual checks. The states of all source
+optimizers are joined in the flat space, where the place of a parameter does not depend on buckets, slices or shards.
+They are then cut for the ranks of this run. Every rank reads all states in the same order and computes the same result.
 
-State that all ranks share (variances, counters, master copies, a momentum that all have received) is copied as it is.
-For what each worker keeps for itself there are two policies:
+State that all ranks share (variances, counters, master copies, a momentum that all ranks received) is copied unchanged.
+For state that each worker keeps for itself there are two policies:
 
-"average" gives every new worker the mean over the old ones.
-    * Birder's |m| <= b, which holds with `beta_b=None`, is kept: both are means by the same operations, and rounding
-      keeps the order of numbers.
-    * So is what has not been sent yet. A worker's residual e_i enters an update with the weight 1/n, the owner's ē with
-      the weight 1: parameters are still to receive mean(e_i) + ē, and this is what stays the same (not the sum of the
-      e_i, whose weight depends on the number of workers).
-    * Of CD-Adam's workers, owners know only the mean. It becomes the known value of each worker.
+"average" gives every new worker the mean over the old workers.
+    * It keeps Birder's |m| <= b, which holds with `beta_b=None`: both means are computed by the same operations, and
+      rounding is monotonic.
+    * It keeps what has not been sent yet. A worker's residual e_i enters an update with the weight 1/n, and the owner's
+      ē with the weight 1, so parameters are still to receive mean(e_i) + ē. This mean stays the same. The sum of the
+      e_i does not, because its weight depends on the number of workers.
+    * CD-Adam's owners know only the mean of the workers' known values. It becomes the known value of each worker.
     * Replicas of 0/1 Adam that have taken local steps are joined by a synchronization without compression.
-"reset" starts it from zero: averages that a worker keeps for itself, residuals, known values. Replicas that have taken
-    local steps go back to the last values that they shared.
+"reset" starts this state from zero: averages, residuals and known values of a worker. Replicas that have taken local
+    steps return to the last values that they shared.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class SavedRun:
     """A run whose states were saved.
 
     Raises:
-        ValueError: for nodes that no run can have.
+        ValueError: if `nodes` does not have every rank once, or nodes of different sizes.
     """
 
     nodes: tuple[tuple[int, ...], ...]
-    """Its ranks, node by node. In a flat topology every rank is a node."""
+    """Its ranks, by node. In a flat topology every rank is a node."""
     bucket_mb: float | None
     state_of: Callable[[int], dict[str, Any]]
     """Loads the state dict of one of its ranks."""
@@ -59,11 +59,13 @@ class SavedRun:
     def __post_init__(self) -> None:
         ranks = sorted(rank for node in self.nodes for rank in node)
         if not ranks or ranks != list(range(len(ranks))) or len({len(node) for node in self.nodes}) > 1:
-            raise ValueError(f"nodes={self.nodes}: expected every rank once, and equally many on every node")
+            raise ValueError(
+                f"nodes={self.nodes}: expected every rank once, and the same number of ranks on every node"
+            )
 
     @property
     def size(self) -> int:
-        """How many ranks it had."""
+        """The number of its ranks."""
         return len(self.nodes) * len(self.nodes[0])
 
     def topology_of(self, rank: int) -> Topology:
@@ -74,10 +76,10 @@ class SavedRun:
 
 @torch.no_grad()
 def read(optimizer: WireOptimizer, run: SavedRun, how: Policy) -> JoinedState:
-    """Read and check the states of all ranks of a run, for `load`. Nothing is changed.
+    """Read and check the states of all ranks of a run, for `load`, without changing the optimizer.
 
     Raises:
-        ValueError: for states that are not of such an optimizer, or that make no sense in its topology.
+        ValueError: if a state is not of such an optimizer, or is not valid in its topology.
     """
     if how not in get_args(Policy):
         raise ValueError(f"how={how!r}: expected 'average' or 'reset'")
@@ -87,9 +89,9 @@ def read(optimizer: WireOptimizer, run: SavedRun, how: Policy) -> JoinedState:
         source.load_state_dict(run.state_of(rank))
         if source._rule.needs_compression and not optimizer._topology.compresses:
             raise ValueError(
-                f"the state is of {type(optimizer).__name__} with a frozen variance, after its dense stage. Within a "
-                f"single node of {optimizer._topology.slices} ranks nothing is compressed, and that stage never ends: "
-                "use topology='flat', or as many nodes as before, or a checkpoint from before the freeze"
+                f"the state is of {type(optimizer).__name__} with a frozen variance, after its dense stage. With a "
+                f"single node of {optimizer._topology.slices} ranks nothing is compressed, and that stage never ends. "
+                "Use topology='flat', or several nodes, or a checkpoint from before the freeze"
             )
         joined.add(source, source._rule.portable(source._flat_state, private=how == "average"))
     return joined
@@ -97,7 +99,7 @@ def read(optimizer: WireOptimizer, run: SavedRun, how: Policy) -> JoinedState:
 
 @torch.no_grad()
 def load(optimizer: WireOptimizer, joined: JoinedState) -> None:
-    """Continue from the states of a run. Call it on all ranks, after the model's parameters were loaded.
+    """Continue from the states of a run. Call it on all ranks, after you have loaded the model's parameters.
 
     It changes parameters whose replicas differed when they were saved.
     """
@@ -116,7 +118,7 @@ def adopt(optimizer: WireOptimizer, run: SavedRun, how: Policy) -> None:
 
 
 def copy_for(optimizer: WireOptimizer, peers: Peers, topology: Topology, bucket_mb: float | None) -> WireOptimizer:
-    """An optimizer of the same class, arguments and parameters, at its start and as another rank would make it.
+    """A copy of the optimizer with the same class, arguments and parameters, in its initial state, as on another rank.
 
     It has a state but no connections, and takes no steps.
     """
@@ -127,13 +129,13 @@ def copy_for(optimizer: WireOptimizer, peers: Peers, topology: Topology, bucket_
     made._rule = copy.copy(optimizer._rule)
     made._skips = copy.copy(optimizer._skips)
     made._step_count = torch.zeros_like(optimizer._step_count)
-    # Not the parameters themselves but their values: what was frozen when the optimizer was made counts, not what is.
+    # Detached views, because requires_grad must be as it was when the optimizer was made, not as it is now.
     held = set(optimizer._flat_params)
     groups = [
         {**group, "params": [p.detach().requires_grad_(p in held) for p in group["params"]]}
         for group in optimizer.param_groups
     ]
-    # Groups, state and hooks of its own. Groups are complete: torch adds to the defaults what no group needs.
+    # New groups, state and hooks. The defaults are empty because the groups are complete.
     Optimizer.__init__(made, groups, {})
     made.defaults = dict(optimizer.defaults)
     made._build()
@@ -143,18 +145,18 @@ def copy_for(optimizer: WireOptimizer, peers: Peers, topology: Topology, bucket_
 
 @dataclass
 class JoinedState:
-    """The states of all ranks of a run, joined in the flat space, independent of how it was cut."""
+    """The states of all ranks of a run, joined in the flat space, independent of buckets, slices and shards."""
 
     progress: dict[str, Any] = field(default_factory=dict)
     values: Tensors = field(default_factory=dict)
-    """Of the flat space up to the end of the last parameter."""
+    """By name, values over the flat space, up to the end of the last parameter."""
     words: Tensors = field(default_factory=dict)
     layers: Tensors = field(default_factory=dict)
     common: Tensors = field(default_factory=dict)
     masters: dict[int, Tensor] = field(default_factory=dict)
-    """By position."""
+    """By position, the master copies."""
     anchors: dict[int, Tensor] = field(default_factory=dict)
-    """The last shared values of the parameters that some worker has moved by itself since."""
+    """By position, the last shared values of parameters that some worker has moved in local steps since then."""
     groups: list[dict[str, Any]] = field(default_factory=list)
     step: int = 0
 
@@ -176,7 +178,7 @@ class JoinedState:
             for of_space, of_state in _ranges(layout, topology.node):
                 self.values[name][of_space] = owned[of_state]
         for name, layer in state.layers.items():
-            # Equal on all ranks except for what workers did by themselves: then it counts if any worker did it.
+            # Equal on all ranks, except for flags of local steps: these are set if any worker set them.
             torch.maximum(self.layers[name], layer, out=self.layers[name])
         for position, anchor in source._rule.anchors().items():
             self.anchors.setdefault(position, anchor.clone())
@@ -191,7 +193,7 @@ class JoinedState:
         self.masters = {position: kept["master"] for position, kept in states if "master" in kept}
 
     def copy_to(self, target: WireOptimizer) -> None:
-        """Copy all of it into an optimizer that is at its start. Names that it does not have are dropped."""
+        """Copy everything into an optimizer in its initial state. Names that it does not have are dropped."""
         layout, state, end = target._session.layout, target._flat_state, _end(target._session.layout)
         target._step_count.fill_(self.step)
         for name, values in self.values.items():
@@ -219,13 +221,13 @@ def _progress(optimizer: WireOptimizer) -> dict[str, Any]:
 
 
 def _end(layout: Layout) -> int:
-    """The end of the last parameter. What follows it differs from layout to layout."""
+    """The end of the last parameter. The padding after it depends on the layout."""
     return layout.slots[-1].stop if layout.slots else 0
 
 
 def _ranges(layout: Layout, owner: int | None = None) -> Iterator[tuple[slice, slice]]:
-    """Where a rank's slices, or the shards that a rank of worker `owner` owns, lie: in the flat space, and in a state
-    of nothing else."""
+    """For a rank's slices, or for the shards that worker `owner` owns: their ranges in the flat space, and in a state
+    that holds only them."""
     for bucket in layout.buckets:
         held = bucket.own_shards if owner is None else layout.owned_by(owner)
         start = bucket.start + held.start * bucket.shard_elements

@@ -30,7 +30,7 @@ Group = dict[str, Any]
 
 @dataclass
 class Context:
-    """What a rule knows of the run that it is part of. A position is that of a parameter in the flat space."""
+    """The run that a rule is part of. A position is the index of a parameter in flat order."""
 
     session: Session
     params: list[Tensor]
@@ -38,7 +38,7 @@ class Context:
     group_index: list[int]
     """By position, the index of a parameter's group."""
     groups: list[Group]
-    """The optimizer's parameter groups; updated at every step, because load_state_dict() replaces them."""
+    """The optimizer's parameter groups; assigned at every step, because load_state_dict() replaces them."""
     state_of: list[Tensors] = field(default_factory=list)
     """By position, the state of each parameter."""
     step: int = 1
@@ -51,7 +51,7 @@ class Context:
 
     @property
     def topology(self) -> Topology:
-        """Who takes part."""
+        """Which ranks form a worker."""
         return self.session.topology
 
     @property
@@ -76,9 +76,9 @@ class Context:
 
 
 class UpdateRule(abc.ABC):
-    """What a worker keeps, what it sends for a gradient, and how the answer moves a parameter.
+    """The state of a worker, what it sends for a gradient, and how the answer moves a parameter.
 
-    All state is made in `bind`, so that a copy of a rule can be bound to another run.
+    `bind` allocates all state, so a copy of a rule can be bound to another run.
     """
 
     state_depends_on_buckets = False
@@ -96,12 +96,12 @@ class UpdateRule(abc.ABC):
         """Reject invalid hyper-parameters of a group.
 
         Raises:
-            ValueError: naming the hyper-parameter, its value, and what would be right.
+            ValueError: naming the hyper-parameter, its value, and what is expected.
         """
 
     @abc.abstractmethod
     def settings(self) -> dict[str, Any]:
-        """The arguments of the constructor, beyond those of groups, on which all ranks must agree."""
+        """The constructor arguments on which all ranks must agree, except the hyper-parameters of groups."""
 
     # State -----------------------------------------------------------------------------------------------------------
 
@@ -117,7 +117,7 @@ class UpdateRule(abc.ABC):
         return {}
 
     def progress(self) -> dict[str, Any]:
-        """Milestones of the run on which all ranks must agree, for people to read."""
+        """Milestones of the run on which all ranks must agree, with descriptions as keys."""
         return {}
 
     # A step, in the order of the calls -------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ class UpdateRule(abc.ABC):
     def encode(self, position: int, part: Part, grad: Tensor | None, group: Group, scale: Scale) -> bool | None:
         """Update the local state with a gradient, to be multiplied by `scale`, and write what is sent into the packets.
 
-        Without a gradient, write what the state says as it is. Called by a lane in a hierarchical topology.
+        Without a gradient, write what follows from the state alone. In a hierarchical topology, a lane calls this.
 
         Returns:
             Whether the gradient was not finite; None if only the device knows.
@@ -152,7 +152,7 @@ class UpdateRule(abc.ABC):
 
     @property
     def defers(self) -> bool:
-        """Whether no decision of the host in this step depends on its exchange, but for what `revert` corrects."""
+        """Whether the host can finish this step before it knows the outcome, which `revert` then corrects."""
         return False
 
     @property
@@ -161,7 +161,7 @@ class UpdateRule(abc.ABC):
         return True
 
     def settle(self, flags: int) -> int:
-        """Read the answers, given the flags that any rank raised; the flags to continue with."""
+        """Read the answers, given the flags that any rank raised. Returns the flags to continue with."""
         return flags
 
     def present(self) -> list[int]:
@@ -173,10 +173,10 @@ class UpdateRule(abc.ABC):
         """Move a parameter by the answer. `x` is dense float32. If it is a master copy, `low` is the parameter."""
 
     def after_apply(self) -> None:
-        """Finish a step that was taken."""
+        """Finish a step that was not skipped."""
 
     def end_step(self) -> None:
-        """Finish a step, taken or skipped."""
+        """Finish a step, skipped or not."""
 
     def revert(self, positions: Sequence[int]) -> None:
         """Undo what the host counted for parameters that did not take the last deferred step."""
@@ -192,7 +192,7 @@ class UpdateRule(abc.ABC):
         """Make all replicas equal by an exchange outside of any step; `apply_all` calls `apply` for each parameter."""
 
     def agreed_value(self, position: int) -> Tensor:
-        """The value of a parameter that all ranks share, without local steps since."""
+        """The value of a parameter that all ranks share, without the local steps since then."""
         return self.context.params[position]
 
     # Saving, and continuing on other ranks ---------------------------------------------------------------------------
@@ -203,27 +203,27 @@ class UpdateRule(abc.ABC):
     def portable(self, state: State, *, private: bool) -> State:
         """The part of the state that is valid now, in a form that can be cut into other slices and shards.
 
-        A name may move to another kind: `own` is averaged over workers, `owned` is joined. What is left out restarts
-        from zero. Called once, on a rule that takes no more steps.
+        A name may move to another kind: `own` is averaged over workers, `owned` is joined. State that is left out
+        restarts from zero. Called once, on a rule that takes no more steps.
 
         Args:
             state: what `bind` returned.
-            private: whether to include what each worker keeps for itself.
+            private: whether to include the state that each worker keeps for itself.
         """
         shared = state.shared()
         return replace(shared, own=state.own, owned=state.owned) if private else shared
 
     @property
     def needs_compression(self) -> bool:
-        """Whether the state makes no sense in a topology that does not compress."""
+        """Whether the state is invalid in a topology that does not compress."""
         return False
 
     def anchors(self) -> dict[int, Tensor]:
-        """By position, for parameters that this worker has moved by itself, the last values that all ranks shared."""
+        """By position, the last values that all ranks shared, for parameters that this worker has moved since then."""
         return {}
 
     def inherit(self, values: Mapping[str, Tensor], anchors: Mapping[int, Tensor]) -> None:
-        """Continue from the state of other ranks, which was just copied in.
+        """Continue from the state of the old ranks, which was just copied into this rule's state.
 
         Args:
             values: the joined state of all old workers, by name, over the whole flat space.
@@ -233,16 +233,16 @@ class UpdateRule(abc.ABC):
     # Metrics ---------------------------------------------------------------------------------------------------------
 
     def contraction(self) -> float:
-        """The share of this rank's last message that compression lost."""
+        """The fraction of this rank's last message that compression lost."""
         return math.nan
 
     def mean_abs_vote(self) -> float:
-        """How much the workers agreed in the last step."""
+        """The mean magnitude of the mean vote in the last step: how much the workers agreed."""
         return math.nan
 
 
 class RuleEncoder:
-    """Lets a session encode with a rule.
+    """Adapts a rule to the session's `Encoder` interface.
 
     Args:
         rule: bound to a run.
@@ -269,10 +269,10 @@ class RuleEncoder:
 
 
 def exchange_after_activation(rule: UpdateRule) -> int:
-    """Exchange the update, after a first exchange that carried activation bits; the flags of all ranks.
+    """Exchange the update, after an activation round; return the flags of all ranks.
 
-    One bit has no zero. In the first exchange of a run, all bits say which coordinates have a gradient; a second one in
-    the same step carries the update. Compressors with an activation map need this.
+    One bit has no zero. In the first exchange of a run, the bits mark the coordinates that have a gradient; a second
+    exchange in the same step carries the update. Compressors with an activation map need this.
     """
     session = rule.context.session
     session.flags &= ~packet.ACTIVATION

@@ -1,4 +1,4 @@
-"""What a run of weeks is watched for: replicas that part, and steps that are skipped one after the other."""
+"""Checks for long runs: replicas that diverge, and too many skipped steps in a row."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _LOG = logging.getLogger("thinwire")
 
 
 class Skips:
-    """Counts steps in a row that no rank took.
+    """Counts consecutive skipped steps.
 
     Args:
-        most: how many there may be before it is an error; None for any number.
+        most: this many in a row are an error; None for no limit.
 
     Raises:
-        ValueError: for a number that is none.
+        ValueError: if it is not such a number.
     """
 
     def __init__(self, most: int | None) -> None:
@@ -35,36 +35,36 @@ class Skips:
         self.most = most
         self._in_a_row = 0
 
-    def forget(self) -> None:
-        """Start counting anew."""
+    def reset(self) -> None:
+        """Restart the count."""
         self._in_a_row = 0
 
     def note(self, step: int, *, skipped: bool) -> None:
-        """Count a step, and log the first of several that are skipped.
+        """Count a step, and log the first of several consecutive skipped steps.
 
         Raises:
-            TooManySkips: on all ranks, because they skip together.
+            TooManySkips: on all ranks, because all ranks skip the same steps.
         """
         self._in_a_row = self._in_a_row + 1 if skipped else 0
         if self._in_a_row == 1:
-            _LOG.warning("step %d was skipped on all ranks: a gradient was not finite, or its square is not", step)
+            _LOG.warning("step %d was skipped on all ranks: a gradient or its square was not finite", step)
         if self.most is not None and self._in_a_row >= self.most:
             raise TooManySkips(
                 f"{self._in_a_row} steps in a row, up to step {step}, were skipped "
-                f"(max_consecutive_skips={self.most}), each because a gradient on some rank was not finite, or beyond "
-                "1e18, where its square overflows: nothing is learnt any more. Look for too large a learning rate or a "
-                "rank with bad data, and go on from a checkpoint before the first of them"
+                f"(max_consecutive_skips={self.most}) because a gradient on some rank was not finite, or above 1e18, "
+                "where its square overflows. The model no longer changes. Look for a learning rate that is too large or"
+                " a rank with bad data, and resume from a checkpoint before the first skipped step"
             )
 
 
 class ReplicaCheck:
-    """Compares, every so many steps, 64 bits that stand for all parameters.
+    """Compares a 64-bit hash of all parameters across ranks.
 
     Args:
-        every: how many steps; 0 for never.
+        every: the number of steps between two comparisons; 0 for never.
 
     Raises:
-        ValueError: for a number that is none.
+        ValueError: if it is not such a number.
     """
 
     def __init__(self, every: int) -> None:
@@ -73,11 +73,11 @@ class ReplicaCheck:
         self.every = every
 
     def after(self, optimizer: WireOptimizer, step: int) -> None:
-        """Look at the replicas, if it is time.
+        """Compare the replicas if `step` is a multiple of `every`.
 
         Raises:
-            ReplicasDiffer: on all ranks, naming the first parameter that differs, and where.
-            PeerLost: when a rank does not answer.
+            ReplicasDiffer: on all ranks, naming the first parameter that differs and the ranks that have each value.
+            PeerLost: if a rank does not answer.
         """
         if not self.every or step % self.every or optimizer._peers.size == 1:
             return
@@ -86,13 +86,13 @@ class ReplicaCheck:
         peers, stage = optimizer._peers, "the checksums of replicas"
         try:
             if len(set(peers.gather_integer(int.from_bytes(digest, "little", signed=True), stage, step))) > 1:
-                self._name_what_differs(optimizer, step, peers.gather(checksums, stage, step))
+                self._raise_difference(optimizer, step, peers.gather(checksums, stage, step))
         except PeerLost as lost:
             optimizer._session.transport.abort(lost)
             raise
 
-    def _name_what_differs(self, optimizer: WireOptimizer, step: int, of_ranks: list[list[int]]) -> None:
-        # The flat order is the reverse of the optimizer's, and people count from the first.
+    def _raise_difference(self, optimizer: WireOptimizer, step: int, of_ranks: list[list[int]]) -> None:
+        # The flat order is the reverse of the optimizer's. Report the first parameter in the optimizer's order.
         for position in reversed(range(len(of_ranks[0]))):
             holders: dict[int, list[int]] = defaultdict(list)
             for rank, checksums in enumerate(of_ranks):
@@ -101,9 +101,9 @@ class ReplicaCheck:
                 parties = ", another on ".join(name_ranks(ranks) for ranks in sorted(holders.values(), key=len))
                 raise ReplicasDiffer(
                     f"after step {step} {_name_of(optimizer, position)} differs between ranks: one value on {parties}. "
-                    "Something but the optimizer wrote to it, or memory is faulty: go on from a checkpoint"
+                    "Code other than the optimizer wrote to it, or memory is faulty. Resume from a checkpoint"
                 )
-        raise AssertionError("digests differ, so some checksum does")
+        raise AssertionError("hashes differ, but no checksum does")
 
 
 def _name_of(optimizer: WireOptimizer, position: int) -> str:
@@ -112,7 +112,7 @@ def _name_of(optimizer: WireOptimizer, position: int) -> str:
 
 
 def _checksum_of(optimizer: WireOptimizer, position: int) -> int:
-    """Of what all ranks hold of a parameter, and of its fp32 master."""
+    """The checksums of the value of a parameter that all ranks share and of its fp32 master, in one number."""
     value = checksum(optimizer._rule.agreed_value(position))
     master = optimizer._state_of[position].get("master")
     if master is None or not optimizer.is_synchronized:

@@ -1,4 +1,4 @@
-"""SketchedAMSGrad: a count sketch of everybody's momenta tells which coordinates to fetch, and only these move.
+"""SketchedAMSGrad: a count sketch of all momenta selects the coordinates to fetch, and only these move.
 
 Wenhan Xian, Feihu Huang, Heng Huang: "Communication-Efficient Adam-Type Algorithms for Distributed Data Mining". 2022.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from thinwire._checks import is_integer
-from thinwire.compressors.all_reduce import Sum
+from thinwire.compressors.all_reduce import EncodedAllReduce
 from thinwire.compressors.codecs.count_sketch import MAX_ELEMENTS, CountSketch
 from thinwire.compressors.codecs.dense import Floats
 from thinwire.compressors.sketching import Sketching
@@ -32,30 +32,32 @@ from thinwire.transport.session import LOCAL
 from thinwire.transport.state import State, Tensors
 
 _LARGEST = 2.0**56
-"""The largest gradient that is taken in. What is not picked gathers in e, which must stay below 2⁶⁰: a larger gradient,
-whose coordinate is hardly ever picked because its v̂ is as large, would let all steps be skipped from then on."""
+"""The largest gradient that is accepted. Coordinates that are not picked accumulate in e, which must stay below 2⁶⁰. A
+coordinate with a larger gradient has a large v̂ and is rarely picked, so e would exceed that limit, and every step from
+then on would be skipped."""
 
 
 class SketchedAMSGrad(WireOptimizer):
-    r"""SketchedAMSGrad (Xian, Huang and Huang, 2022): sketches are summed, and the k largest coordinates fetched.
+    r"""SketchedAMSGrad (Xian, Huang and Huang, 2022): sum sketches, then fetch the k largest coordinates.
 
-    A worker adds to its momentum what it has not sent so far, and everybody gets the mean of the count sketches S::
+    A worker adds the residual e, what it has not sent so far, to its momentum. All ranks receive the mean of the
+    workers' count sketches S::
 
         m ← β1 m + (1-β1) g        p = m + (lr_before/lr) e        s = mean over workers of S(p)
 
-    The same k coordinates I are picked everywhere: those with the largest |U(s)|/√v̂, where U(s) is what the sketch says
-    of a coordinate. A second exchange fetches the exact means p̄ and ḡ of p and g on I, and on I alone::
+    All ranks pick the same k coordinates I: those with the largest |U(s)|/√v̂, where U(s) is the sketch's estimate of a
+    coordinate. A second exchange fetches the exact means p̄ and ḡ of p and g on I. Only the coordinates in I change::
 
         v ← β2 v + (1-β2) ḡ²        v̂ ← max(v̂, v)        x ← x - lr · p̄/√v̂        e = p off I, 0 on I
 
-    with v = v̂ = ε in the beginning.
+    v and v̂ start at ε.
 
-    On the wire: rows · columns + 2k floats a step (and one a parameter tensor), each twice: up and down. With the
-    defaults that is 4 bits a parameter and direction, an eighth of what DDP sends.
+    Each step sends rows · columns + 2k floats, plus one per parameter tensor, each of them up and down. With the
+    defaults that is 4 bits per parameter and direction, an eighth of what DDP sends.
 
-    What the sketch is good for: an estimate is within √(8/columns)·‖p̄‖₂ of the truth with probability 0.984 (5 rows),
-    with the default columns 20 times the root mean square of p̄. Coordinates that stand out by more are found; others
-    may be missed in one step, stay in e, and grow there until they are. What is applied is never an estimate.
+    The accuracy of the sketch: an estimate is within √(8/columns)·‖p̄‖₂ of the true value with probability 0.984
+    (5 rows). With the default columns, that bound is 20 times the root mean square of p̄. Larger coordinates are found.
+    A smaller one may be missed; it then stays in e and grows there until it is found. Estimates are never applied.
 
     Example::
 
@@ -66,55 +68,56 @@ class SketchedAMSGrad(WireOptimizer):
         loss.backward(); opt.step(); opt.zero_grad()
 
     Args:
-        params: parameters or groups of them, as in torch.optim. Groups may have their own `lr`, `betas`, `eps`,
+        params: parameters or parameter groups, as in torch.optim. Groups may have their own `lr`, `betas`, `eps`,
             `weight_decay` and `maximize`.
-        lr: step size. A coordinate that is picked moves by all that has gathered for it, so the rate is smaller than
-            AdamW's. What is sent depends on it: under `attach` set it before backward, as schedulers do.
+        lr: step size. A coordinate that is picked moves by all that has accumulated for it, so the rate is smaller than
+            AdamW's. What is sent depends on it: under `attach`, set it before backward, as schedulers do.
         betas: decay of the momentum and of the variance.
-        eps: where v begins, so a squared gradient. A coordinate that is picked for the first time moves by what has
-            gathered for it in all steps before, divided by little more than √ε if its gradient happens to be small just
-            then: nothing else bounds steps, and too small an ε makes them huge. Coordinates whose gradients are below
-            √ε move slowly.
-        weight_decay: decoupled decay λ, of coordinates from the step after their first on.
-        rows: independent estimates in a sketch, 1 to 15.
-        columns: cells of a row; if None a fiftieth of the number of parameters, at least 64.
-        k: how many coordinates move in a step, at most all; if None a hundredth, at least 32.
-        seed: of the hashes; the same on all ranks.
+        eps: the initial value of v, a squared gradient. When a coordinate is picked for the first time, it moves by
+            everything that has accumulated for it. If its gradient happens to be small in that step, the divisor is
+            little more than √ε. Nothing else bounds the step, so too small an ε makes it huge. Coordinates whose
+            gradients are below √ε move slowly.
+        weight_decay: decoupled decay λ. It applies to a coordinate from the step after its first update on.
+        rows: the number of independent estimates in a sketch, 1 to 15.
+        columns: the number of cells per row. None: a fiftieth of the number of parameters, at least 64.
+        k: how many coordinates move per step, at most all. None: a hundredth of the parameters, at least 32.
+        seed: seed of the hashes; the same on all ranks.
         maximize: ascend instead of descend.
         process_group: the ranks that train together; the default group if None.
-        topology: "flat", "hierarchical" or "auto", as in `thinwire.Birder`. In a hierarchical one the node is the
-            worker: its ranks sketch a slice each, and their sketches are summed on the fast link.
-        mesh: a two-dimensional DeviceMesh of the same ranks, a row a node, where LOCAL_WORLD_SIZE does not tell.
-        node_dtype: of gradients on the link inside a node: torch.float32, or torch.bfloat16 for half the bytes.
-        bucket_mb: how much is sketched at a time while backward runs, in megabytes of fp32 gradient; if None a quarter
-            of the model, within 4 to 32. In a flat topology results do not depend on it; in a hierarchical one it
-            decides who sketches what, and so the rounding of sums.
-        max_consecutive_skips: after so many steps in a row that were skipped for gradients that are not finite, step()
-            raises TooManySkips; None for never.
-        check_replicas_every: compare a hash of the parameters over all ranks after every so many steps; 0 for never.
+        topology: "flat", "hierarchical" or "auto", as in `thinwire.Birder`. In a hierarchical topology the node is the
+            worker: each of its ranks sketches one slice, and the sketches are summed on the fast link.
+        mesh: a two-dimensional DeviceMesh of the same ranks, one row per node, if LOCAL_WORLD_SIZE is not set.
+        node_dtype: the dtype of gradients on the link inside a node: torch.float32, or torch.bfloat16 for half the
+            bytes.
+        bucket_mb: how much is sketched at a time while backward runs, in megabytes of fp32 gradient. None: a quarter of
+            the model, but at least 4 and at most 32. In a flat topology results do not depend on it. In a hierarchical
+            one it decides which rank sketches which elements, and so the rounding of sums.
+        max_consecutive_skips: `step()` raises TooManySkips after this many skipped steps in a row. All ranks skip a
+            step if a gradient on any rank is not finite. None: never.
+        check_replicas_every: compare a hash of the parameters across all ranks every this many steps; 0 for never.
 
     When not to use it:
-        When a step must be quick: nothing can be sent before all gradients are there, so the wire is not hidden behind
-        backward, and reading the sketch takes dozens of passes over the parameters. For dense models and short runs
-        (`thinwire demo --optimizer sketched-amsgrad` shows one): `thinwire.Birder` sends less and moves everything. It
-        is for gradients of which a few coordinates, fewer than `columns`, hold most. Where they do not, noise decides
-        what is picked: with an embedding of which a fifth of the rows is in use, 75 % of the picks were of rows that
-        had nothing to say.
+        When a step must be fast: nothing can be sent before all gradients are known, so backward does not hide the
+        exchange, and reading the sketch takes dozens of passes over the parameters. For dense models and short runs
+        (`thinwire demo --optimizer sketched-amsgrad` shows one), `thinwire.Birder` sends less and moves every
+        coordinate. SketchedAMSGrad is for gradients dominated by a few coordinates, fewer than `columns`. Otherwise
+        noise decides what is picked: with an embedding of which a fifth of the rows was in use, 75 % of the picks were
+        of rows without gradients.
 
     Gradient clipping:
-        Under `attach` gradients are on their way before `clip_grad_norm_` sees them, so that it has no effect. Without,
-        it scales a worker's own gradient.
+        Under `attach`, gradients are sent before `clip_grad_norm_` sees them, so clipping has no effect. Without
+        `attach`, clipping scales a worker's own gradient.
 
     Differences from the paper:
-        * v is updated on I only, by the exact mean gradient (the consistent reading).
+        * v is updated on I only, by the exact mean gradient. This is the consistent reading of the paper.
         * Decoupled weight decay.
-        * A coordinate that has never had a gradient neither moves nor decays: if it is picked, p̄ = ḡ = 0.
-        * A parameter whose learning rate is 0 is not picked from; its errors wait for the next rate that is not.
-        * A parameter without a gradient on a worker counts as one with zeros there; one without a gradient on all
-          workers is not picked from, while its momenta gather in e.
-        * A step that is skipped for a gradient that is not finite is one in which nothing is picked. A gradient of more
-          than 2⁵⁶ counts as one that is not finite.
-        * In a hierarchical topology of a single node nothing is compressed: all coordinates are picked.
+        * A coordinate that never had a gradient neither moves nor decays: if it is picked, p̄ = ḡ = 0.
+        * No coordinate of a parameter whose learning rate is 0 is picked; its residual waits for the next rate above 0.
+        * A parameter without a gradient on one worker counts as zeros there. A parameter without a gradient on all
+          workers is not picked from, while its momentum accumulates in e.
+        * If a step is skipped because a gradient is not finite, nothing is picked. A gradient above 2⁵⁶ counts as not
+          finite.
+        * In a hierarchical topology with a single node, nothing is compressed: all coordinates are picked.
     """
 
     def __init__(
@@ -156,7 +159,7 @@ class SketchedAMSGradRule(UpdateRule):
         """See `UpdateRule`."""
         check_adam_group(group)
         if group["eps"] < torch.finfo(torch.float32).tiny:
-            raise ValueError(f"eps={group['eps']!r}: expected a number that float32 has too, such as 1e-4")
+            raise ValueError(f"eps={group['eps']!r}: expected a normal float32 number, such as 1e-4")
 
     def settings(self) -> dict[str, Any]:
         """See `UpdateRule`."""
@@ -169,11 +172,11 @@ class SketchedAMSGradRule(UpdateRule):
         elements = sum(slot.numel for slot in layout.slots)
         if context.session.side is not None:
             raise ValueError(
-                f"SketchedAMSGrad with parameters on {str(layout.device)!r}: sums in a sketch depend on the order "
-                "of their terms, which is kept on the CPU only. Expected parameters there, or another optimizer"
+                f"SketchedAMSGrad with parameters on {str(layout.device)!r}: the sums of a sketch depend on the "
+                "order of their terms, which only the CPU kernels keep. Expected parameters on the CPU"
             )
         if layout.size >= MAX_ELEMENTS:
-            raise ValueError(f"{elements} parameters: a count sketch tells at most 2**31 - 1 apart")
+            raise ValueError(f"{elements} parameters: a count sketch can distinguish at most 2**31 - 1")
         k = min(elements, max(32, math.ceil(elements / 100))) if self.k is None else self.k
         if not is_integer(k, min(elements, 1), elements):
             raise ValueError(f"k={k!r}: expected an integer from 1 to the number of parameters, {elements}")
@@ -184,17 +187,19 @@ class SketchedAMSGradRule(UpdateRule):
         )
         self._v, self._peak = (torch.ones(layout.size, dtype=torch.float32, device=layout.device) for _ in range(2))
         for position, slot in enumerate(layout.slots):
-            for start in (self._v, self._peak):
-                start[slot.start : slot.stop] = context.group_of(position)["eps"]
+            for flat in (self._v, self._peak):
+                flat[slot.start : slot.stop] = context.group_of(position)["eps"]
         state = State(own={"m": self._m, "error": self._error}, whole={"v": self._v, "peak": self._peak})
         self._rates = state.add_numbers("rate", len(layout.slots), torch.float64)
-        """The last learning rate that was not zero, or zero."""
-        self._sketches: Sum | None = None
+        """The last learning rate of each parameter that was not zero; zero if there was none."""
+        self._sketches: EncodedAllReduce | None = None
         if topology.compresses:
-            self._sketches = Sum([(self._sketch, elements), (Floats(), len(layout.slots))], topology, kernels, 1)
+            self._sketches = EncodedAllReduce(
+                [(self._sketch, elements), (Floats(), len(layout.slots))], topology, kernels, 1
+            )
         else:
             k = elements
-        self._values = Sum([(Floats(), k), (Floats(), k)], topology, kernels, 2)
+        self._values = EncodedAllReduce([(Floats(), k), (Floats(), k)], topology, kernels, 2)
         self._indices = torch.zeros(k, dtype=torch.int32, device=HOST)
         self._picked = 0
         ranges = [[slot.start, slot.numel] for slot in layout.slots]
@@ -202,7 +207,7 @@ class SketchedAMSGradRule(UpdateRule):
         self._slot_edges = _edges([(slot.start, slot.start + slot.numel) for slot in layout.slots])
         self._own_edges = _edges([(b.own_start, b.own_start + b.slice_elements) for b in layout.buckets])
         self._moving: list[int] = []
-        """Positions of the parameters that have a gradient on some worker, and a learning rate."""
+        """Positions of the parameters that have a gradient on some worker and a learning rate above zero."""
         into = None if self._sketches is None else (self._sketch, self._sketches.packets[0])
         return {LOCAL: Sketching(self._error, into)}, state
 
@@ -211,12 +216,12 @@ class SketchedAMSGradRule(UpdateRule):
         return {"v": self._v, "peak": self._peak}
 
     def channel(self) -> str:
-        """See `UpdateRule`. Only sketches and picked values leave the node, by exchanges of their own."""
+        """See `UpdateRule`. Only sketches and picked values leave the node, in two separate exchanges."""
         return LOCAL
 
     def before_exchange(self) -> None:
         """See `UpdateRule`."""
-        # What is sent depends on the learning rate. The one that counts is that at the beginning of the exchange.
+        # What is sent depends on the learning rate, so the whole exchange uses the rate at its beginning.
         self._rates_now = [float(group["lr"]) for group in self.context.groups]
         if self._sketches is not None:
             self._sketches.packets[0].zero_()
@@ -255,8 +260,8 @@ class SketchedAMSGradRule(UpdateRule):
             flags |= self._values.exchange(session.transport, self.context.step, flags)
         return flags
 
-    def _merge(self, sketches: Sum, flags: int) -> int:
-        """Average the sketches, and find out which parameters have a gradient on any worker; the flags of all ranks."""
+    def _merge(self, sketches: EncodedAllReduce, flags: int) -> int:
+        """Average the sketches, and find the parameters with a gradient on any worker; return all ranks' flags."""
         marks = sketches.packets[1].view(torch.float32)
         marks.zero_()
         marks[self._moving] = 1.0
@@ -266,7 +271,7 @@ class SketchedAMSGradRule(UpdateRule):
         return seen
 
     def _pick(self) -> None:
-        """Find the coordinates to fetch."""
+        """Select the coordinates to fetch."""
         ranges = self._ranges[self._moving]
         self._picked = min(self._indices.numel(), int(ranges[:, 1].sum()))
         indices = self._indices[: self._picked]
@@ -300,16 +305,16 @@ class SketchedAMSGradRule(UpdateRule):
         first, last = self._picked_of[position]
         if first == last and decay == 1.0 and low is None:
             return
-        mine = slice(first, last)
+        picked = slice(first, last)
         momenta, gradients = (values.view(torch.float32) for values in self._values.packets)
         self.context.kernels.sparse_amsgrad(
             x,
             low,
             self._v[slot.start : slot.stop],
             self._peak[slot.start : slot.stop],
-            self._indices[: self._picked][mine],
-            momenta[mine],
-            gradients[mine],
+            self._indices[: self._picked][picked],
+            momenta[picked],
+            gradients[picked],
             first=slot.start,
             beta2=group["betas"][1],
             eps=group["eps"],
@@ -329,6 +334,6 @@ def _edges(ranges: Sequence[tuple[int, int]]) -> Tensor:
 
 
 def _between(indices: Tensor, edges: Tensor) -> list[tuple[int, int]]:
-    """For each range the part of the ascending `indices` that lies within it."""
+    """For each range, the first and last position of the ascending `indices` that lie within it."""
     places = torch.searchsorted(indices, edges).tolist()
     return list(zip(places[::2], places[1::2], strict=True))

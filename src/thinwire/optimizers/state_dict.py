@@ -1,10 +1,10 @@
 """Checkpoints through torch's own `state_dict` and `load_state_dict`, without their casts.
 
 torch casts every loaded state tensor to its parameter's dtype, which would round the fp32 state of bf16 parameters and
-break packed words. Its public hooks let us take the tensors out before that happens and copy them, unchanged, into the
-state that exists since construction. A rank has a state of its own and saves its own.
+break packed words. Its public hooks let us remove the tensors before the cast and copy them, unchanged, into the state
+that exists since construction. Each rank has its own state and saves it.
 
-Everything is checked before anything is changed: a state dict that is refused leaves the optimizer as it was.
+Everything is checked before anything is changed: a state dict that is rejected leaves the optimizer unchanged.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
     from thinwire.optimizers.optimizer import WireOptimizer
 
 LABELS = ("wire_class", "wire_world_size", "wire_topology", "wire_buckets", "wire_rank", "wire_settings")
-"""Entries of every parameter group that tell whose state it is: tools that take state dicts apart and put them together
-again (DCP, Accelerate) keep nothing but the groups and the parameters' state."""
+"""Entries of every parameter group that identify its run and rank. They are in the groups because tools that take state
+dicts apart and reassemble them (DCP, Accelerate) keep only the groups and the parameters' state."""
 
 
 _MOST_STEPS = 2**62
 
 
 def label(optimizer: WireOptimizer, group: dict[str, Any]) -> None:
-    """Write into a group whose state it is."""
+    """Write the labels of this optimizer into a group."""
     peers, topology = optimizer._peers, str(optimizer._topology)
     name, settings = type(optimizer).__name__, optimizer._settings_text()
     values = (name, peers.size, topology, _buckets(optimizer), peers.rank, settings)
@@ -46,7 +46,7 @@ def label(optimizer: WireOptimizer, group: dict[str, Any]) -> None:
 
 
 def _buckets(optimizer: WireOptimizer) -> str:
-    # Slices are cut out of buckets.
+    # Slices are parts of buckets.
     cut = optimizer._rule.state_depends_on_buckets or optimizer._topology.slices > 1
     return f"bucket_mb={optimizer._bucket_mb}" if cut else "any"
 
@@ -54,15 +54,15 @@ def _buckets(optimizer: WireOptimizer) -> str:
 def install(optimizer: WireOptimizer) -> None:
     """Register the hooks."""
     optimizer.register_state_dict_pre_hook(_before_state_dict)
-    optimizer.register_load_state_dict_pre_hook(_take_out)
-    optimizer.register_load_state_dict_post_hook(_copy_in)
+    optimizer.register_load_state_dict_pre_hook(_before_load)
+    optimizer.register_load_state_dict_post_hook(_after_load)
 
 
 # What users see -------------------------------------------------------------------------------------------------------
 
 
-def show(optimizer: WireOptimizer) -> None:
-    """Let `optimizer.state` show what the optimizer keeps for each parameter."""
+def expose(optimizer: WireOptimizer) -> None:
+    """Expose the state of each parameter in `optimizer.state`."""
     for position, kept in enumerate(optimizer._state_of):
         if position == len(optimizer._shown_of):
             optimizer._shown_of.append({})
@@ -73,12 +73,12 @@ def show(optimizer: WireOptimizer) -> None:
     optimizer.state = defaultdict(dict, zip(optimizer._flat_params, map(dict, optimizer._shown_of), strict=True))
 
 
-def refuse_changed(optimizer: WireOptimizer, *, thoroughly: bool = False) -> None:
-    """Refuse to go on when somebody has put something else into `optimizer.state`, which only shows what is kept.
+def check_unchanged(optimizer: WireOptimizer, *, thoroughly: bool = False) -> None:
+    """Reject a change of the entries of `optimizer.state`, because the optimizer does not read them.
 
     Args:
-        optimizer: of thinwire.
-        thoroughly: whether to look at the memory of the tensors as well, and not only at which ones they are.
+        optimizer: the optimizer.
+        thoroughly: whether to compare the memory of the tensors as well as their identity.
 
     Raises:
         RuntimeError: naming the first parameter and entry, and what to do instead.
@@ -93,28 +93,28 @@ def refuse_changed(optimizer: WireOptimizer, *, thoroughly: bool = False) -> Non
         if not all(map(operator.is_, entries.values(), shown.values())) or (
             thoroughly and not all(map(_same_memory, shown.values(), optimizer._state_of[position].values()))
         ):
-            _refuse_entries(optimizer, position, entries)
+            _check_entries(optimizer, position, entries)
 
 
 def _same_memory(shown: Tensor, kept: Tensor) -> bool:
     return shown.data_ptr() == kept.data_ptr() and shown.dtype == kept.dtype and shown.shape == kept.shape
 
 
-def _refuse_entries(optimizer: WireOptimizer, position: int, entries: dict[str, Any]) -> None:
+def _check_entries(optimizer: WireOptimizer, position: int, entries: dict[str, Any]) -> None:
     shown, kept = optimizer._shown_of[position], optimizer._state_of[position]
     changed = [
         name for name in kept if entries.get(name) is not shown[name] or not _same_memory(shown[name], kept[name])
     ]
-    if changed:  # else they are the same, in another order
+    if changed:  # otherwise only their order has changed
         index = optimizer._session.layout.slots[position].index
         raise _changed(optimizer, f"{', '.join(map(repr, changed))} of parameter {index}")
 
 
 def _changed(optimizer: WireOptimizer, what: str) -> RuntimeError:
     return RuntimeError(
-        f"optimizer.state was changed: {what}. It only shows what {type(optimizer).__name__} works on, so the change "
+        f"optimizer.state was changed: {what}. {type(optimizer).__name__} does not read its entries, so the change "
         "would have no effect. Write into its tensors in place, as in optimizer.state[p]['m'].zero_(); use "
-        "load_state_dict(); or make a new optimizer to start from nothing"
+        "load_state_dict(); or make a new optimizer to start from zero"
     )
 
 
@@ -123,10 +123,10 @@ def _before_state_dict(registered: Optimizer) -> None:
     optimizer._read_outcomes()
     if any(optimizer._session.encoded):
         raise RuntimeError(
-            "state_dict() between backward and step(): gradients of this step have been sent already, and the state is "
-            "neither that before it nor that after it. Save after step()"
+            "state_dict() between backward and step(): gradients of this step have already been sent, and the state is "
+            "neither the one before the step nor the one after it. Save after step()"
         )
-    refuse_changed(optimizer, thoroughly=True)
+    check_unchanged(optimizer, thoroughly=True)
     for group in optimizer.param_groups:
         make_plain(group)
 
@@ -138,13 +138,13 @@ def check(optimizer: WireOptimizer, state_dict: dict[str, Any]) -> None:
     """Run all checks of `load_state_dict`, warnings included, and change nothing.
 
     Raises:
-        TypeError: for what is not a state dict.
-        ValueError: for a state dict that is not of such an optimizer, or that no run can have saved.
+        TypeError: if it is not a dict.
+        ValueError: if it is not the state dict of such an optimizer, or has values that no run can have saved.
     """
     _plan(optimizer, state_dict)
 
 
-def _take_out(registered: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+def _before_load(registered: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     optimizer = cast("WireOptimizer", registered)
     groups, copies = _plan(optimizer, state_dict)
     optimizer._finish_exchange()
@@ -152,23 +152,23 @@ def _take_out(registered: Optimizer, state_dict: dict[str, Any]) -> dict[str, An
     return {"state": {}, "param_groups": groups}
 
 
-def _copy_in(registered: Optimizer) -> None:
+def _after_load(registered: Optimizer) -> None:
     optimizer = cast("WireOptimizer", registered)
     copies, optimizer._loading = optimizer._loading, []
     with torch.no_grad():
         for own, loaded in copies:
             own.copy_(loaded)
-    show(optimizer)
-    optimizer._skips.forget()
+    expose(optimizer)
+    optimizer._skips.reset()
     optimizer._begin_step()
-    # What travels depends on what was loaded, and another rank may have loaded something else, or nothing.
+    # Packets depend on the loaded state, and another rank may have loaded a different one, or none: agree again.
     optimizer._disconnect()
 
 
 def _plan(
     optimizer: WireOptimizer, state_dict: dict[str, Any]
 ) -> tuple[list[dict[str, Any]], list[tuple[Tensor, Tensor]]]:
-    """The groups to be loaded, and pairs of a tensor that is kept and what is to be copied into it."""
+    """The groups to load, and pairs of a state tensor and the tensor to copy into it."""
     states, groups = _checked_parts(state_dict)
     if not groups:
         raise ValueError("the state dict has no parameter groups")
@@ -204,8 +204,10 @@ def _checked_parts(state_dict: dict[str, Any]) -> tuple[dict[Any, Any], list[dic
         if not isinstance(group, dict) or not isinstance(group.get("params"), (list, tuple)):
             raise ValueError("a parameter group of the state dict is not a dict with a list of 'params'")
         if not all(isinstance(saved, (int, str)) for saved in group["params"]):
-            raise ValueError("a parameter group of the state dict names parameters by other things than numbers")
-    # Copied here: torch would copy them after the exchange under way was given up, and may fail.
+            raise ValueError(
+                "a parameter group of the state dict identifies parameters by something other than numbers or names"
+            )
+    # Copied here, because copying may fail: torch would copy them only after the current exchange was discarded.
     return states, [copy.deepcopy(group) for group in groups]
 
 
@@ -217,23 +219,23 @@ def _check_label(optimizer: WireOptimizer, group: dict[str, Any]) -> None:
         raise ValueError(f"the state dict is of {name or 'another optimizer'}, this is {own}")
     if size != peers.size:
         raise ValueError(
-            f"the state dict is of {size} ranks, this run has {peers.size}: each rank has a state of its own, so "
+            f"the state dict is of {size} ranks, this run has {peers.size}: each rank has its own state, so "
             "resume with as many ranks as were saved"
         )
     if topology != str(optimizer._topology):
         raise ValueError(
             f"the state dict is of topology {topology}, this optimizer has {optimizer._topology}: a rank's state "
-            "depends on who is in its node, so resume with the topology that was saved"
+            "depends on the ranks of its node, so resume with the topology that was saved"
         )
     if buckets != _buckets(optimizer):
         raise ValueError(
-            f"the state dict is of {buckets}, this optimizer has {_buckets(optimizer)}: what a rank keeps "
+            f"the state dict is of {buckets}, this optimizer has {_buckets(optimizer)}: a rank's state "
             "belongs to shards or slices of buckets, so resume with the bucket_mb that was saved"
         )
     if rank != peers.rank and optimizer._flat_state.owned:
         raise ValueError(
-            f"the state of rank {rank} is loaded on rank {peers.rank}: {own} keeps something for the shards that a "
-            "rank owns, and others have other shards. Save and load one state dict per rank, or use "
+            f"the state of rank {rank} is loaded on rank {peers.rank}: {own} keeps state for the shards that a "
+            "rank owns, and each rank owns different shards. Save and load one state dict per rank, or use "
             "thinwire.checkpoint"
         )
     if rank != peers.rank:
@@ -244,12 +246,12 @@ def _check_label(optimizer: WireOptimizer, group: dict[str, Any]) -> None:
 
 
 def _warn(what: str) -> None:
-    message = f"{what}. Training goes on, but not as if it had never stopped."
+    message = f"{what}. Training continues, but not as if it had never stopped."
     warnings.warn(message, RuntimeWarning, stacklevel=7)
 
 
 def _check_group(optimizer: WireOptimizer, i: int, group: dict[str, Any]) -> None:
-    """Refuse hyper-parameters that the constructor would refuse."""
+    """Reject hyper-parameters that the constructor would reject."""
     make_plain(group)
     missing = sorted(optimizer._hyperparameters - group.keys())
     if missing:
@@ -261,11 +263,11 @@ def _check_group(optimizer: WireOptimizer, i: int, group: dict[str, Any]) -> Non
 
 
 def _pairs(i: int, saved: Any, kept: Tensors) -> dict[str, tuple[Tensor, Tensor]]:
-    """For each entry of a parameter what is kept, and what is to be copied into it."""
+    """For each state entry of a parameter, the tensor that is kept and the tensor to copy into it."""
     if not isinstance(saved, dict) or saved.keys() != kept.keys():
         raise ValueError(
-            f"parameter {i}: the state dict has {sorted(map(str, saved))}, this optimizer keeps {sorted(kept)}; was it "
-            "frozen, or of another dtype, when the state was saved?"
+            f"parameter {i}: the state dict has {sorted(map(str, saved))}, this optimizer keeps {sorted(kept)}. Was the"
+            " parameter frozen, or of another dtype, when the state was saved?"
         )
     pairs: dict[str, tuple[Tensor, Tensor]] = {}
     for name, own in kept.items():
@@ -275,7 +277,7 @@ def _pairs(i: int, saved: Any, kept: Tensors) -> dict[str, tuple[Tensor, Tensor]
             and -INT64_MAX <= value <= INT64_MAX
             and (own.is_floating_point() or value == int(value))
         ):
-            value = torch.tensor(value, device=HOST).to(own.dtype)  # as some tools save counters
+            value = torch.tensor(value, device=HOST).to(own.dtype)  # some tools save counters as numbers
         if not isinstance(value, Tensor):
             raise ValueError(f"parameter {i}: {name!r} is {value!r:.40} in the state dict, expected a tensor")
         if value.shape != own.shape or value.dtype != own.dtype:
@@ -285,34 +287,34 @@ def _pairs(i: int, saved: Any, kept: Tensors) -> dict[str, tuple[Tensor, Tensor]
             )
         if value.layout != torch.strided or value.device.type == "meta":
             raise ValueError(
-                f"parameter {i}: {name!r} is {value.layout} on {value.device} in the state dict, expected the values "
-                "of a dense tensor"
+                f"parameter {i}: {name!r} is {value.layout} on {value.device} in the state dict, expected a dense "
+                "tensor with values"
             )
         if value.is_floating_point() and not math.isfinite(float(value.sum(dtype=torch.float64))):
-            raise ValueError(f"parameter {i}: {name!r} in the state dict has numbers that are not finite")
+            raise ValueError(f"parameter {i}: {name!r} in the state dict has values that are not finite")
         pairs[name] = own, value
     return pairs
 
 
 def _check_small(optimizer: WireOptimizer, small: dict[str, list[Tensor]]) -> None:
-    """Refuse counters and flags that no run can have had: steps would fail, or count, by them."""
+    """Reject counters and flags that no run can have, because later steps depend on them."""
     steps = {int(step) for step in small.get("step", [])}
     if len(steps) > 1:
         raise ValueError(f"the state dict mixes steps {sorted(steps)}: all parameters must come from one checkpoint")
     step = steps.pop() if steps else 0
     if not 0 <= step <= _MOST_STEPS:
-        raise ValueError(f"the state dict is of step {step}: expected a number of steps that a run can have taken")
+        raise ValueError(f"the state dict is of step {step}: expected 0 to 2**62")
     for name, check_values in optimizer._flat_state.checks.items():
         for tensor in small.get(name, []):
             complaint = check_values(tensor, step)
             if complaint is not None:
-                raise ValueError(f"{name!r} in the state dict {complaint}: {_few(tensor.tolist())}")
+                raise ValueError(f"{name!r} in the state dict {complaint}: {_truncated(tensor.tolist())}")
     for name in optimizer._flat_state.common.keys() & small.keys():
         first = small[name][0]
         if not all(torch.equal(first, other) for other in small[name]):
-            raise ValueError(f"{name!r} in the state dict differs between parameters, which all have the same")
+            raise ValueError(f"{name!r} in the state dict differs between parameters, but must be the same for all")
 
 
-def _few(values: Sequence[float] | float) -> str:
+def _truncated(values: Sequence[float] | float) -> str:
     shown = repr(values)
     return shown if len(shown) <= 80 else f"{shown[:80]}…"

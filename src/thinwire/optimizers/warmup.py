@@ -33,12 +33,12 @@ from thinwire.transport.state import State, steps_then_numbers
 _LOG = logging.getLogger("thinwire")
 
 Length = int | Literal["auto"]
-"""A number of steps, or as many as the variance needs to settle."""
+"""A number of steps, or "auto": until the variance has settled."""
 
 STABLE = 0.96
 """The variance has settled when it is at least this fraction of what it was one window ago."""
 _CHECKS = 16
-"""How often per window it is checked."""
+"""The number of checks per window."""
 
 
 def check_length(warmup_steps: Length, beta2: float) -> None:
@@ -53,8 +53,8 @@ def check_length(warmup_steps: Length, beta2: float) -> None:
             raise ValueError(f"warmup_steps={warmup_steps!r}: expected 'auto' or a positive number of steps")
         if warmup_steps < window:
             raise ValueError(
-                f"warmup_steps={warmup_steps}: the variance would be frozen before one window of it, 1/(1 - beta2) = "
-                f"{window} steps, has passed. Expected at least {window}, or a smaller beta2 than {beta2}"
+                f"warmup_steps={warmup_steps}: the variance averages over 1/(1 - beta2) = {window} steps and would be "
+                f"frozen too early. Expected at least {window}, or a smaller beta2 than {beta2}"
             )
 
 
@@ -72,15 +72,15 @@ def warn_of_dense_run(warmup_steps: Length, total_steps: int | None, beta2: floa
     if least >= total_steps:
         warnings.warn(
             f"warmup_steps={warmup_steps!r} with total_steps={total_steps}: the warm-up takes at least {least} steps, "
-            "so that the whole run is going to be dense and sends as much as DDP does. A smaller beta2 settles "
-            "sooner, or use thinwire.Birder, which needs no warm-up",
+            "so the whole run is dense and sends as much as DDP. Use a smaller beta2, whose variance settles "
+            "sooner, or thinwire.Birder, which needs no warm-up",
             RuntimeWarning,
             stacklevel=3,
         )
 
 
 def window_of(beta2: float) -> int:
-    """How many steps the variance averages over."""
+    """The number of steps that the variance averages over."""
     return max(1, round(1.0 / (1.0 - beta2)))
 
 
@@ -89,7 +89,7 @@ def _steps_between_checks(beta2: float) -> int:
 
 
 class Warmup:
-    """Decides at the end of every step whether it was the last one of the warm-up.
+    """Decides at the end of every step whether the warm-up ends with it.
 
     The decision depends on one small tensor, which is saved with the state. It is computed from values that are equal
     on all ranks, so the decision is the same on all ranks.
@@ -97,7 +97,7 @@ class Warmup:
     Args:
         length: of the warm-up in steps, or "auto".
         beta2: of the variance, the largest of all groups.
-        groups: how many parameter groups there are.
+        groups: the number of parameter groups.
     """
 
     def __init__(self, length: Length, beta2: float, groups: int) -> None:
@@ -105,8 +105,8 @@ class Warmup:
         self._beta2 = beta2
         self._window = window_of(beta2)
         self._every = _steps_between_checks(beta2)
-        # The step at which it ended (0: not yet) and the last at which a learning rate rose, the variance at the last
-        # checks, and the last learning rates.
+        # The step at which the warm-up ended (0: not yet), the last step at which a learning rate rose, the variance at
+        # the last checks, and the last learning rates.
         self.memory = torch.zeros(2 + _CHECKS + groups, dtype=torch.float64, device=HOST)
         self._sums = self.memory[2 : 2 + _CHECKS]
         self._rates = self.memory[2 + _CHECKS :]
@@ -128,13 +128,13 @@ class Warmup:
         if step > 1 and bool((now > self._rates).any()):
             self.memory[1] = step
         self._rates.copy_(now)
-        # A schedule may rise only once per epoch: it has stopped rising when a whole window saw no rise.
+        # A schedule may rise only once per epoch, so it counts as rising for a whole window after a rise.
         rises = int(self.memory[1]) > 0 and step - int(self.memory[1]) < self._window
         settled = self._settled(step, variance) and not rises
         ends = step >= self._length if isinstance(self._length, int) else settled
         if ends:
             self.memory[0] = step
-            _LOG.info("the warm-up has ended with step %d: from now on signs are exchanged", step)
+            _LOG.info("the warm-up ended with step %d; from now on, workers exchange signs", step)
         return ends
 
     def _settled(self, step: int, variance: float) -> bool:
@@ -142,7 +142,7 @@ class Warmup:
             return False
         check_number = step // self._every
         before = float(self._sums[check_number % _CHECKS])  # written one window ago
-        # Without its bias, which alone makes the variance grow in the first windows.
+        # Bias-corrected: the bias alone makes the variance grow in the first windows.
         now = variance / (1.0 - self._beta2**step)
         self._sums[check_number % _CHECKS] = now
         return check_number > _CHECKS and before > 0 and now >= STABLE * before
@@ -150,7 +150,7 @@ class Warmup:
 
 @dataclass(frozen=True)
 class StageOptions:
-    """The arguments of an optimizer that decide when and how the second stage follows the first.
+    """The arguments of an optimizer that decide when and how the compressed stage follows the warm-up.
 
     Raises:
         ValueError: naming the argument.
@@ -174,17 +174,17 @@ class StageOptions:
 
 
 class DenseThenSigns:
-    """Exchanges gradients densely until the warm-up ends, and momenta in scaled signs afterwards.
+    """Exchanges dense gradients until the warm-up ends, and momenta as scaled signs afterwards.
 
-    All memory is allocated at the start. Residuals are not touched before the switch, and dense packets are released at
-    the switch, so both stages together need no more memory than the larger one.
+    All memory is allocated at the start. Residuals are not written before the switch, and dense packets are released at
+    the switch, so both stages together need no more physical memory than the larger one.
 
     Args:
         context: the run.
         state: where everything that must be saved is registered.
         adam: the moments. The second stage freezes the variance and uses the memory of the momentum for residuals.
-        options: when and how.
-        keep_previous_answer: whether the rule needs the momentum of one step before.
+        options: when and how the stages change.
+        keep_previous_answer: whether the rule needs the momentum of the previous step as well.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ class DenseThenSigns:
         self._dense = Dense(context.kernels)
         self.compressors: dict[str, Compressor] = {DENSE: self._dense}
         if context.topology.compresses:
-            # The momentum as it was before the switch is not needed after it: the residual takes its place.
+            # The dense momentum is not needed after the switch, so the residual uses its memory.
             memory = adam.m.view(options.error_dtype)[: context.layout.own_size]
             self.signs = ScaledSign(
                 context.layout,
@@ -237,19 +237,19 @@ class DenseThenSigns:
             self._context.session.channels[DENSE].release()
 
     def encode(self, part: Part, grad: Tensor | None, group: Group, scale: Scale) -> bool | None:
-        """Send the gradient times `scale`, or in the second stage the momentum that follows from it."""
+        """Send the gradient times `scale`, or, in the second stage, the momentum updated with it."""
         if not self.compressing:
             return self._dense.encode(part, grad, scale, SQUARABLE)
         beta = group["betas"][0]
         return self.signs.encode(part, grad, beta=beta, weight=1.0 - beta, scale=scale)
 
     def settle(self) -> None:
-        """Take the answers over from the packets."""
+        """Read the answers from the packets."""
         if self.compressing:
             self.signs.read_answers()
 
     def apply_signs(self, part: Part, x: Tensor, low: Tensor | None, *, rate: float, decay: float) -> None:
-        """Step by the momentum in the answer, with the frozen variance."""
+        """Move a parameter by the momentum in the answer and the frozen variance."""
         self._context.kernels.sign_apply(
             part.down_runs,
             x,
@@ -268,14 +268,15 @@ class DenseThenSigns:
         """Switch to the second stage if the warm-up ends with this step.
 
         Args:
-            weigh: called at the switch, before the variance is frozen; the weight of each parameter's momentum in
-                packets.
+            weigh: called at the switch, before the variance is frozen. It returns the weight of each parameter's
+                momentum in packets.
         """
         if not self._context.topology.compresses or self.compressing:
             return
         rates = [float(group["lr"]) for group in self._context.groups]
         if self._warmup.over(self._context.step, math.fsum(self._adam.variances.now), rates):
-            self._context.session.channels[DENSE].release()  # before the next lines touch memory of their own
+            # Released before the residuals are written, to limit the peak of memory.
+            self._context.session.channels[DENSE].release()
             weights = weigh()
             groups = map(self._context.group_of, range(len(weights)))
             factors = [group["betas"][0] * weight for group, weight in zip(groups, weights, strict=True)]
@@ -283,7 +284,7 @@ class DenseThenSigns:
             self._adam.freeze_variance(self._adam.updates.now, self._options.variance_floor)
 
     def before_save(self, saved: dict[str, Any]) -> None:
-        """Copy memory that has two dtypes, which torch.save refuses."""
+        """Copy residuals whose dtype differs from that of their storage, because torch.save rejects these."""
         if self._context.topology.compresses and self._options.error_dtype != self._adam.m.dtype:
             states = saved["state"].items()
             saved["state"] = {index: {**state, "sent": state["sent"].clone()} for index, state in states}
@@ -295,10 +296,10 @@ class DenseThenSigns:
 
         Args:
             state: the whole state.
-            encode: the rule's.
+            encode: the rule's `encode`.
             private: whether to include what each worker keeps for itself.
         """
-        # Of the momentum and of the residual that takes its place only one is valid. Answers depend on the shards.
+        # The momentum and the residual share memory, and only one of them is valid. Answers depend on the shards.
         portable = State(whole=dict(state.whole), layers=state.layers, common=state.common)
         if not self.compressing:
             return portable
@@ -307,11 +308,11 @@ class DenseThenSigns:
         if not private:
             signs.sent.zero_()
             signs.sent_scales.zero_()
-        # What a worker would send next without a gradient: its residual, and the rest of the shared momentum.
+        # Without a gradient, a worker would send its residual plus β1 times the shared momentum.
         for position, parts in enumerate(self._context.session.channel.buffers.parts):
             for part in parts:
                 encode(position, part, None, self._context.group_of(position), 1.0)
-        signs.sent_scales.zero_()  # it has not been sent
+        signs.sent_scales.zero_()  # these values have not been sent
         signs.scale_residuals([1.0] * len(self._context.params))
         return replace(portable, own={"sent": signs.sent}, owned={"answered": signs.answered} if private else {})
 

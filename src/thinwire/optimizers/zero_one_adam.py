@@ -1,4 +1,4 @@
-"""0/1 Adam: ever rarer updates of the variance, 1-bit gradients between them, and then local steps.
+"""0/1 Adam: less and less frequent updates of the variance, 1-bit gradients between them, and then local steps.
 
 Yucheng Lu, Conglong Li, Minjia Zhang, Christopher De Sa, Yuxiong He: "Maximizing Communication Efficiency for
 Large-scale Training via 0/1 Adam". ICLR 2023.
@@ -15,7 +15,7 @@ from torch.optim.optimizer import ParamsT
 
 from thinwire._checks import INT64_MAX, is_integer
 from thinwire.compressors.dense import Dense
-from thinwire.compressors.local import Alone, AmongNode
+from thinwire.compressors.local import LocalMomentum, NodeMomentum
 from thinwire.compressors.scaled_sign import ScaledSign
 from thinwire.kernels.modes import Output, Scale
 from thinwire.optimizers.adam import (
@@ -41,31 +41,32 @@ from thinwire.transport.session import LOCAL
 from thinwire.transport.state import State, Tensors, steps_then_numbers
 
 _PRESENT, _ANCHORED = 1, 2
-"""Of a parameter since replicas were equal: it has had a gradient; it has moved, and its earlier value is kept."""
+"""Bits of a parameter, since replicas were equal: it has had a gradient; it has moved, and its anchor is kept."""
 _SMALLEST = 1e-30
-"""Sums of learning rates below it count as zero: their inverse would overflow float32."""
+"""A smaller sum of learning rates counts as zero, because its inverse would overflow float32."""
 _FALL = 0.99
-"""If learning rates fall by more than this factor, residuals shrink with them."""
+"""If learning rates fall below this fraction of those before, residuals shrink with them."""
 
 
 class ZeroOneAdam(WireOptimizer):
-    r"""0/1 Adam (Lu et al., ICLR 2023): between zero and one bit a parameter and step.
+    r"""0/1 Adam (Lu et al., ICLR 2023): between zero and one bit per parameter and step.
 
-    Up to `var_freeze_step` steps are of two kinds. Variance steps, ever further apart, are AdamW's on the exact mean
-    gradient. In the others gradients travel as scaled signs C(y) = ‖y‖₂/√len · sign(y) with error feedback, and update
-    the momentum only::
+    There are two kinds of steps up to `var_freeze_step`. Variance steps, at growing distances, are AdamW's on the exact
+    mean gradient. In all other steps, workers send gradients as scaled signs C(y) = ‖y‖₂/√len · sign(y) with error
+    feedback, which update only the momentum::
 
         m ← β1 m + (1-β1) C( mean_i C(g_i + e_i) + ē )        x ← (1 - lr·λ) x - lr · m̂ / (√v̂ + ε)
 
-    After that every worker takes local steps with its own momentum, whose sum u_i it exchanges ever more rarely, in
-    scaled signs; then all go back to where they last agreed and take the same step instead::
+    After `var_freeze_step`, every worker takes local steps with its own momentum and accumulates them in u_i. The
+    workers synchronize at growing intervals: they exchange u_i in scaled signs, return to the last values that they
+    shared, and take the same step from there::
 
         m_i ← β1 m_i + (1-β1) g_i      u_i ← u_i + α m_i      x_i ← (1 - lr·λ) x_i - α m_i / (√v̂ + ε)
         u ← C( mean_i C(u_i + e_i) + ē )      m_i ← u / Σα      x_i ← Π(1 - lr·λ) x_then - u / (√v̂ + ε)
 
-    Between two synchronisations replicas differ on purpose; after one they are equal to the bit. Call `synchronize()`
-    before you evaluate or save a model, and before you change its weights, which the next synchronisation would undo;
-    `is_synchronized` tells.
+    Replicas differ between synchronizations, by design, and are equal to the bit after each. Call `synchronize()`
+    before you evaluate or save a model. Call it also before you change weights, because the next synchronization would
+    undo the change. `is_synchronized` is True while replicas are equal.
 
     Example::
 
@@ -78,57 +79,60 @@ class ZeroOneAdam(WireOptimizer):
         opt.synchronize()          # on all ranks, before evaluating or saving
 
     Args:
-        params: parameters or groups of them, as in torch.optim. Groups may have their own `lr`, `betas`, `eps`,
+        params: parameters or parameter groups, as in torch.optim. Groups may have their own `lr`, `betas`, `eps`,
             `weight_decay` and `maximize`.
-        lr: step size, AdamW's.
-        betas: decay of the momentum and of the variance; the latter counts variance steps.
+        lr: step size, the same as AdamW's.
+        betas: decay of the momentum and of the variance. The latter applies once per variance step.
         eps: added to √v̂, as in AdamW.
-        weight_decay: decoupled decay λ, as in AdamW. It never gets into the momentum.
-        var_freeze_step: the last step that may update the variance, and the last before local steps.
-        var_update_scaler: so many variance steps follow each other, then as many two steps apart, four apart, and so
-            on.
-        variance_floor: where signs are divided by √v̂, it counts for at least this part of its root mean square in the
+        weight_decay: decoupled decay λ, as in AdamW. It never enters the momentum.
+        var_freeze_step: the last step that may update the variance, and the last step before local steps.
+        var_update_scaler: this many consecutive variance steps come first, then as many two steps apart, then four
+            steps apart, and so on.
+        variance_floor: where signs are divided by √v̂, it is at least this fraction of its root mean square over the
             parameter, as in `thinwire.OneBitAdam`.
-        local_step_scaler: the interval between synchronisations doubles every so many steps after `var_freeze_step`.
-        local_step_clipper: the longest interval.
+        local_step_scaler: the interval between synchronizations doubles every this many steps after `var_freeze_step`.
+        local_step_clipper: the longest interval between synchronizations.
         maximize: ascend instead of descend.
-        error_dtype: of the two error memories, of which the worker's also holds u_i. torch.bfloat16 halves them, and is
-            for a small `local_step_clipper`: steps of less than a 512th of u_i would be lost.
+        error_dtype: the dtype of both residuals; the worker's also holds u_i. torch.bfloat16 halves their memory. Use
+            it only with a small `local_step_clipper`: steps below 1/512 of u_i would be lost.
         process_group: the ranks that train together; the default group if None.
-        topology: "flat", "hierarchical" or "auto", as in `thinwire.Birder`. In a hierarchical one the node is the
-            worker: its ranks average over their link at every step, and differ from other nodes only.
-        mesh: a two-dimensional DeviceMesh of the same ranks, a row a node, where LOCAL_WORLD_SIZE does not tell.
-        node_dtype: of gradients on the link inside a node: torch.float32, or torch.bfloat16 for half the bytes.
-        bucket_mb: size of an exchange, in megabytes of fp32 gradient; if None a quarter of the model, within 4 to 32.
+        topology: "flat", "hierarchical" or "auto", as in `thinwire.Birder`. In a hierarchical topology the node is the
+            worker: its ranks average over their link at every step, and differ only from other nodes.
+        mesh: a two-dimensional DeviceMesh of the same ranks, one row per node, if LOCAL_WORLD_SIZE is not set.
+        node_dtype: the dtype of gradients on the link inside a node: torch.float32, or torch.bfloat16 for half the
+            bytes.
+        bucket_mb: the size of a bucket, in megabytes of fp32 gradient. None: a quarter of the model, but at least 4 and
+            at most 32.
             Scales belong to shards of buckets, so results depend on it.
-        max_consecutive_skips: after so many steps in a row that were skipped for gradients that are not finite, step()
-            raises TooManySkips; None for never.
-        check_replicas_every: compare a hash of the parameters over all ranks after every so many steps; 0 for never.
+        max_consecutive_skips: `step()` raises TooManySkips after this many steps in a row that all ranks skipped
+            because a gradient on some rank was not finite. None: never.
+        check_replicas_every: compare a hash of the parameters across all ranks every this many steps; 0 for never.
 
     When not to use it:
-        When replicas must be equal at every step: batch-norm statistics, evaluation or sampling in the training loop
-        see one worker's weights. When workers' data differ in kind, local steps drift apart: keep `local_step_clipper`
-        small, 1 for none. For short runs, most of which are variance steps, use `thinwire.Birder`.
+        When replicas must be equal at every step: batch-norm statistics, and evaluation or sampling in the training
+        loop, see one worker's weights. When workers have different kinds of data, local steps diverge: keep
+        `local_step_clipper` small; 1 means no local steps. For short runs, most of which would be variance steps, use
+        `thinwire.Birder`.
 
     Gradient clipping:
-        Under `attach` gradients are on their way before `clip_grad_norm_` sees them, so that it has no effect. Without,
-        it scales a worker's own gradient, another factor on each rank.
+        Under `attach`, gradients are sent before `clip_grad_norm_` sees them, so clipping has no effect. Without
+        `attach`, clipping scales a worker's own gradient, by a different factor on each rank.
 
     Differences from the paper:
-        * Bias correction as in Adam: of the variance by the number of its updates, up to the freeze, of the momentum
-          throughout; decoupled weight decay.
-        * What has been applied is not subtracted again, which would leave roundings behind: replicas return to a copy
-          of where they last agreed. The decay since then is that of the copy.
-        * The sum of steps is kept before the division by √v̂ + ε, and together with the error.
-        * When learning rates fall by more than a hundredth from one interval to the next, errors shrink with them: they
-          are multiples of the rates of their time, and u / Σα would make a large momentum of them.
-        * A scale a shard of a bucket, and the floor of the variance. A coordinate without any gradient up to the freeze
-          (v = 0) stays where it is.
-        * A gradient that is not finite: before the freeze all workers skip the step. After it a worker alone skips its
-          local step; a synchronising step is skipped by all if no local steps came before it, else taken without
-          the elements that are not finite.
-        * A gradient of more than 2⁶⁰ counts as one that is not finite: its square would stay in the variance.
-        * In a hierarchical topology of a single node nothing is compressed, and every step is AdamW's.
+        * Bias correction as in Adam: of the variance by the number of its updates until the freeze, of the momentum
+          throughout. Decoupled weight decay.
+        * Local steps are not subtracted again, which would leave rounding errors. Replicas return to a copy of the last
+          values that they shared, and the decay since then is applied to the copy.
+        * The sum of steps is kept before the division by √v̂ + ε, in the same buffer as the residual.
+        * If learning rates fall by more than 1 % from one interval to the next, residuals shrink with them. Residuals
+          are multiples of the earlier learning rates, and u / Σα would turn them into a large momentum.
+        * One scale per shard of a bucket, and the variance floor. A coordinate without a gradient up to the freeze
+          (v = 0) does not move.
+        * Gradients that are not finite: before the freeze, all workers skip the step. After it, a worker skips its
+          local step alone. All workers skip a synchronizing step if no local steps came before it; otherwise they take
+          it without the non-finite elements.
+        * A gradient above 2⁶⁰ counts as not finite, because its square would stay in the variance.
+        * In a hierarchical topology with a single node, nothing is compressed, and every step is AdamW's.
     """
 
     def __init__(
@@ -181,8 +185,8 @@ class ZeroOneAdamRule(UpdateRule):
         self._freeze_step, scaler = schedule["var_freeze_step"], schedule["var_update_scaler"]
         if self._freeze_step < scaler:
             raise ValueError(
-                f"var_freeze_step={self._freeze_step}: the variance would be frozen before the first "
-                f"var_update_scaler={scaler} updates of it. Expected at least {scaler}"
+                f"var_freeze_step={self._freeze_step}: the variance would be frozen before its first "
+                f"var_update_scaler={scaler} updates. Expected at least {scaler}"
             )
         check_error_dtype(error_dtype)
         check_floor(variance_floor)
@@ -207,7 +211,7 @@ class ZeroOneAdamRule(UpdateRule):
         self._interval = Interval(len(context.groups))
         parameters = len(layout.slots)
         self._touched = state.add_numbers("touched", parameters, torch.int64, check=_check_touched)
-        """Bits for each parameter: `_PRESENT` and `_ANCHORED`."""
+        """For each parameter, the bits `_PRESENT` and `_ANCHORED`."""
         state.common["interval"] = self._interval.memory
         state.checks["interval"] = steps_then_numbers(2, freezes=topology.compresses)
         self._dense = Dense(context.kernels)
@@ -216,7 +220,7 @@ class ZeroOneAdamRule(UpdateRule):
             self._signs = ScaledSign(layout, topology.node, context.kernels, self._error_dtype)
             state.include(self._signs.state())
             state.whole["anchor"] = untouched_zeros(layout.size, torch.float32, layout.device)
-            self._own = Alone(self._adam.m) if layout.slices == 1 else AmongNode(context.kernels)
+            self._own = LocalMomentum(self._adam.m) if layout.slices == 1 else NodeMomentum(context.kernels)
             compressors |= {SIGNS: self._signs, LOCAL: self._own}
         self._variance_updates = state.add_numbers("variance_updates", parameters, torch.int64)
         return compressors, state
@@ -276,18 +280,18 @@ class ZeroOneAdamRule(UpdateRule):
 
     def before_exchange(self) -> None:
         """See `UpdateRule`."""
-        # Once for the whole step: backward may encode parameters before, and step() others after, a change.
+        # Read once per step: a scheduler may change a rate between what backward encodes and what step() encodes.
         self._read_rates()
         if self._interval.frozen_at and not self.context.session.repeating:
             length = self._interval_length()
-            left = length - (self._since_freeze() - 1) % length  # less than all of it after synchronize()
+            left = length - (self._since_freeze() - 1) % length  # less than a whole interval after synchronize()
             shrinks = self._interval.shrinks(self._rates, left)
             if min(shrinks, default=1.0) < _FALL:
                 factors = [shrink if shrink < _FALL else 1.0 for shrink in shrinks]
                 self._signs.scale_residuals([factors[group] for group in self.context.group_index])
 
     def _read_rates(self) -> None:
-        """For each group its learning rate with bias correction, and the factor of its weight decay in one step."""
+        """Read, for each group, its learning rate with bias correction and its weight-decay factor for one step."""
         groups, step = self.context.groups, self.context.step
         self._rates = [float(group["lr"]) * correction(group["betas"][0], step) for group in groups]
         self._decays = [1.0 - float(group["lr"]) * group["weight_decay"] for group in groups]
@@ -317,15 +321,15 @@ class ZeroOneAdamRule(UpdateRule):
             self._signs.read_answers()
         if not self._interval.frozen_at:
             return flags
-        alone = not self._interval.local_steps
-        self._interval.note(self._rates, self._decays, local=session.uses(LOCAL))
-        self._totals = self._interval.of_groups()
+        after_local_steps = self._interval.local_steps > 0
+        self._interval.add_step(self._rates, self._decays, local=session.uses(LOCAL))
+        self._totals = self._interval.totals()
         for position in self.present():
             self._touched.now[position] |= _PRESENT
         if session.uses(LOCAL):
-            self._signs.sent_scales.zero_()  # residuals have been taken: there is nothing left to subtract
-        elif not alone:
-            flags &= ~packet.NONFINITE  # local steps must not be lost
+            self._signs.sent_scales.zero_()  # already subtracted from the residuals
+        elif after_local_steps:
+            flags &= ~packet.NONFINITE  # a skipped step would lose the local steps before it
         return flags
 
     def apply(self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None, group: Group) -> None:
@@ -338,9 +342,9 @@ class ZeroOneAdamRule(UpdateRule):
             self._apply_shared(position, parts, x, low, group)
 
     def _apply_shared(self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None, group: Group) -> None:
-        """AdamW by a gradient that all workers share: dense, or in signs, which leave the variance as it is."""
+        """AdamW with a gradient that all workers share: dense, or in signs, which do not update the variance."""
         dense, updates, eps = self.context.session.uses(DENSE), self._variance_updates.now[position], group["eps"]
-        if not dense or self._adam.updates.now[position] > updates:  # there are signs in the momentum
+        if not dense or self._adam.updates.now[position] > updates:  # the momentum contains signs
             eps = max(eps, self._adam.floor(position, updates, self._variance_floor))
         self._variance_updates.now[position] += dense
         signs = None if dense else self._signs
@@ -360,7 +364,7 @@ class ZeroOneAdamRule(UpdateRule):
         sums, decays = self._totals
         group = self.context.group_index[position]
         if sums[group] < _SMALLEST:
-            return  # no worker has moved, and there is nothing to divide by
+            return  # no worker has moved, and the momentum below would divide by zero
         anchored = self._touched.now[position] & _ANCHORED
         anchor = self.context.state_of[position]["anchor"] if anchored else None
         for part in parts:
@@ -405,7 +409,7 @@ class ZeroOneAdamRule(UpdateRule):
         session.begin_step(self.context.step, SIGNS, flags=packet.SYNCHRONIZE, earlier=self._presence_since())
         session.repeat(SIGNS, RuleEncoder(self))
         self._signs.read_answers()
-        self._totals = self._interval.of_groups()
+        self._totals = self._interval.totals()
         apply_all()
         self._end_interval()
 
@@ -430,7 +434,7 @@ class ZeroOneAdamRule(UpdateRule):
             self._signs.scale_residuals([1.0] * len(self.context.params))
             own, owned = {"sent": self._signs.sent}, {"answered": self._signs.answered}
         if self._interval.frozen_at:
-            # Each worker has its own momentum, and a rank has that of its own slices only.
+            # Each worker has its own momentum, and a rank keeps only that of its own slices.
             m, buckets = whole.pop("m"), self.context.layout.buckets
             own["m"] = torch.cat([m[b.own_start : b.own_start + b.slice_elements] for b in buckets])
         return State(own, whole, owned, layers=state.layers, common=state.common)
@@ -446,17 +450,17 @@ class ZeroOneAdamRule(UpdateRule):
             return
         for position, anchor in anchors.items():
             self.context.set_value(position, anchor)
-        sums, decays = self._interval.of_groups()
+        sums, decays = self._interval.totals()
         for position, touched in enumerate(self._touched.now):
             group = self.context.group_index[position]
-            # Without residuals ("reset") the progress of the workers is lost too: both are in one memory.
+            # "reset" drops the residuals, and the progress of the workers with them: one buffer holds both.
             if touched & _PRESENT and sums[group] >= _SMALLEST and "sent" in values:
                 self._step_together(position, values, sums[group], decays[group])
         self._end_interval()
         self._touched.write()
 
     def _step_together(self, position: int, values: Mapping[str, Tensor], rates: float, decay: float) -> None:
-        """Synchronize a parameter as signs would, but without compression: in doubles, which are rounded once."""
+        """Synchronize a parameter without compression, in float64, with a single rounding at the end."""
         context = self.context
         p, slot = context.params[position], context.layout.slots[position]
         sent, answered, v, m = (
@@ -472,4 +476,4 @@ class ZeroOneAdamRule(UpdateRule):
 
 
 def _check_touched(bits: Tensor, step: int) -> str | None:
-    return None if int(bits) in range((_PRESENT | _ANCHORED) + 1) else "has other bits than PRESENT and ANCHORED"
+    return None if int(bits) in range((_PRESENT | _ANCHORED) + 1) else "has bits other than PRESENT and ANCHORED"

@@ -1,4 +1,4 @@
-"""Room that selections of the largest elements need while they run."""
+"""Temporary memory for the kernels that select the largest elements."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from thinwire.transport.memory import HOST
 
 
 class Scratch:
-    """Grows when more is asked for, and is kept; for one thread at a time."""
+    """Memory that grows when a call needs more, and is kept for the next call. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._room = torch.empty(0, dtype=torch.int64, device=HOST)
+        self._memory = torch.empty(0, dtype=torch.int64, device=HOST)
 
-    def for_(self, indices: Tensor) -> Tensor:
-        """Enough to select so many elements."""
-        if self._room.numel() < 2 * indices.numel():
-            self._room = torch.empty(2 * indices.numel(), dtype=torch.int64, device=HOST)
-        return self._room
+    def reserve(self, indices: Tensor) -> Tensor:
+        """Memory that is large enough to select as many elements as `indices` has."""
+        if self._memory.numel() < 2 * indices.numel():
+            self._memory = torch.empty(2 * indices.numel(), dtype=torch.int64, device=HOST)
+        return self._memory

@@ -1,12 +1,12 @@
-"""The count sketch: a small table of sums from which the large elements of a vector can be read.
+"""The count sketch: a small table of sums from which the large elements of a vector can be estimated.
 
-In each of `rows` rows every element is added, with a random sign, to a random one of `columns` cells. An element is
-estimated by the median over rows of its cells, signs taken back. Sketches are linear: the sum of workers' sketches is
-the sketch of their sum, so a plain all-reduce merges them.
+Each of `rows` rows has `columns` cells. In each row, every element is added, with a random sign, to a random cell. The
+estimate of an element is the median over rows of its cells, each times its sign. Sketches are linear: the sum of the
+workers' sketches is the sketch of their sum, so an all-reduce merges them.
 
-Signs and columns are hashes of an element's index, computed on the fly: a cubic polynomial modulo 2^31 - 1 with random
-coefficients a row, of which the lowest bit is the sign and the others are the column. Its values at any four elements
-are independent (so signs are, and columns), to within 2^-29.
+Signs and columns are hashes of an element's index, computed on the fly. The hash is a cubic polynomial modulo 2^31 - 1
+with random coefficients per row; its lowest bit is the sign, and the other bits are the column. The hashes of any four
+elements are independent to within 2^-29, and so are their signs and columns.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from thinwire.kernels.ops import Kernels
 from thinwire.transport.memory import HOST
 
 MAX_ELEMENTS = rng.HASH_PRIME
-"""Elements beyond it would not be told apart."""
+"""The hash cannot distinguish more elements."""
 MAX_ROWS = 15
 MAX_COLUMNS = 2**30
 
 
 class CountSketch(AddingCodec):
-    """`rows x columns` float32 numbers, however long the vector is.
+    """`rows x columns` float32 numbers, independent of the length of the vector.
 
-    An estimate is within √(8/columns)·‖values‖₂ of the truth with probability 0.875 in a row, so with 0.984 in the
-    median of five rows and 0.993 in that of seven.
+    An estimate is within √(8/columns)·‖values‖₂ of the true value with probability 0.875 in one row, 0.984 for the
+    median of five rows, and 0.993 for that of seven.
 
     Args:
         kernels: the backend.
-        rows: how many independent estimates an element has; at most 15.
-        columns: cells of a row; at most 2^30.
-        seed: of the hashes. Only sketches of the same seed can be added.
+        rows: the number of independent estimates per element; at most 15.
+        columns: the number of cells per row; at most 2^30.
+        seed: the seed of the hashes. Only sketches with the same seed can be added.
 
     Raises:
-        ValueError: when there is no row or column, or too many.
+        ValueError: if `rows` or `columns` is out of range.
     """
 
     def __init__(self, kernels: Kernels, rows: int, columns: int, seed: int = 0) -> None:
@@ -65,7 +65,7 @@ class CountSketch(AddingCodec):
         self.add(values, packet)
 
     def add(self, values: Tensor, packet: Tensor, first: int = 0) -> None:
-        """Let elements from `first` on, a multiple of 64, into a sketch."""
+        """Add elements to a sketch, of which the first has the index `first`, a multiple of 64."""
         self._kernels.sketch_add(values, self._table(packet), self._coefficients, first=first)
 
     def decode(self, packet: Tensor, values: Tensor, weight: float = 1.0) -> None:
@@ -74,15 +74,15 @@ class CountSketch(AddingCodec):
         self._kernels.sketch_estimate(self._table(packet), values, self._coefficients, first=0, weight=weight)
 
     def largest(self, packet: Tensor, peak: Tensor, ranges: Tensor, indices: Tensor) -> None:
-        """Find as many elements as `indices` has room for, of which estimate/√peak is largest; of equal ones the first.
+        """Find the elements with the largest |estimate|/√peak, as many as `indices` holds; among equal ones, the first.
 
         Args:
             packet: the sketch.
-            peak: for every element of the vector what its estimate is weighed by.
-            ranges: (first, count) of the stretches to look at, in order; each begins at a multiple of 64.
-            indices: int32, gets them in order.
+            peak: for each element of the vector, the divisor of its squared estimate.
+            ranges: (first, count) of the ranges to search, in order; each begins at a multiple of 64.
+            indices: int32; receives the indices in ascending order.
         """
-        scratch = self._scratch.for_(indices)
+        scratch = self._scratch.reserve(indices)
         self._kernels.sketch_top_k(self._table(packet), peak, ranges, indices, scratch, coefficients=self._coefficients)
 
     def _table(self, packet: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""No compression: an element is the float that it is."""
+"""No compression: each element is stored as a float32."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from thinwire.compressors.codecs import AddingCodec
 
 
 class Floats(AddingCodec):
-    """Four bytes an element, nothing lost."""
+    """Four bytes per element, lossless."""
 
     def nbytes(self, length: int) -> int:
         """See `Codec`."""

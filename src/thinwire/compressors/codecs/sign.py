@@ -1,8 +1,7 @@
-"""The scaled sign: one bit an element, and one scale for all of them.
+"""The scaled sign: one bit per element, and one scale for all of them.
 
-A vector `c` becomes `s·sign(c)`, with the sign of zero positive. Its packet has the bits, and the scale in a word of
-its own behind them. Optimizers encode while they read gradients, by kernels that do more than this in the same pass,
-but what they write is this.
+A vector `c` becomes `s·sign(c)`; the sign of zero is positive. A packet holds the bits, followed by the scale in a
+separate word. Optimizers encode with kernels that also update their state in the same pass, but write the same format.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _WORD_BYTES = WORD // 8
 
 
 class Sign(Projection):
-    """One bit an element. The scale is ‖c‖₁/len, with which least is left out.
+    """One bit per element. The scale is ‖c‖₁/len, which minimizes the error.
 
     Args:
         kernels: the backend.
@@ -36,11 +35,11 @@ class Sign(Projection):
         return self.scale_at(length) + _WORD_BYTES
 
     def scale_at(self, length: int) -> int:
-        """The byte at which the scale of so many elements stands, as a float32."""
+        """The byte offset of the scale, a float32, in a packet of `length` elements."""
         return _WORD_BYTES * _words(length)
 
     def signs_of(self, packets: Tensor, length: int) -> Tensor:
-        """The words of packets of so many elements, which are bytes in the last dimension."""
+        """The words of signs of packets, whose bytes are the last dimension, of `length` elements each."""
         return packets[..., : self.scale_at(length)].view(torch.int64)
 
     def scales_of(self, packets: Tensor, length: int) -> Tensor:
@@ -54,7 +53,7 @@ class Sign(Projection):
         length, words = values.numel(), _words(values.numel())
         device = values.device
         sums = torch.zeros(1, 3, dtype=torch.float64, device=device)
-        nothing = torch.zeros(words, dtype=torch.int64, device=device)
+        no_bits = torch.zeros(words, dtype=torch.int64, device=device)
         self._kernels.markov_encode(
             _run(length),
             values,
@@ -62,8 +61,8 @@ class Sign(Projection):
             torch.zeros(words * WORD, dtype=torch.float32, device=device),
             torch.empty(words, dtype=torch.int64, device=device),
             torch.empty(words, dtype=torch.uint8, device=device),
-            nothing,
-            ~nothing,
+            no_bits,
+            ~no_bits,
             packet,
             sent_scales=torch.zeros(1, dtype=torch.float32, device=device),
             sums=sums,
@@ -93,7 +92,7 @@ class Sign(Projection):
 
 
 def add_signs(kernels: Kernels, runs: Tensor, values: Tensor, packets: Tensor, scales: Tensor, active: Tensor) -> None:
-    """Add a packet's signs, times the scale of each run's shard, to those values that are `active`."""
+    """Add the signs of packets, times the scale of each run's shard, to the values that are `active`."""
     kernels.amsgrad_apply(
         runs,
         None,
@@ -121,5 +120,5 @@ def _words(length: int) -> int:
 
 @functools.cache
 def _run(length: int) -> Tensor:
-    """All of a vector, as kernels want to be told."""
+    """One run that covers a whole vector."""
     return torch.tensor([[0, 0, length, 0, 0, 0]], dtype=torch.int64, device=HOST)

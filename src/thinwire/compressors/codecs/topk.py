@@ -1,4 +1,4 @@
-"""Top-k: the largest elements as they are, by index and value, and zero for all others."""
+"""Top-k: the index and the exact value of each of the largest elements; all others decode to zero."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ _ENTRY_BYTES = 8
 
 
 def check_ratio(ratio: float) -> None:
-    """Refuse what is no share of anything.
+    """Reject a ratio that is not in (0, 1].
 
     Raises:
         ValueError: naming the argument.
     """
     if not 0 < ratio <= 1:
-        raise ValueError(f"ratio={ratio!r}: expected a number in (0, 1], the share of elements that travel")
+        raise ValueError(f"ratio={ratio!r}: expected a number in (0, 1], the fraction of elements that is sent")
 
 
 class TopK(Projection):
-    """Eight bytes for each of the largest elements; of equal ones the first.
+    """Eight bytes for each of the largest elements; among equal elements, the first.
 
-    An instance is for one thread at a time.
+    An instance is not thread-safe.
 
     Args:
         kernels: the backend.
-        ratio: the share of elements that travel, rounded up.
+        ratio: the fraction of elements that is sent; their number is rounded up.
 
     Raises:
-        ValueError: when `ratio` is not in (0, 1].
+        ValueError: if `ratio` is not in (0, 1].
     """
 
     def __init__(self, kernels: Kernels, ratio: float) -> None:
@@ -51,7 +51,7 @@ class TopK(Projection):
         """See `Codec`."""
         self._check(values, packet)
         indices, amounts = self._entries(packet)
-        self._kernels.top_k(values, indices, self._scratch.for_(indices))
+        self._kernels.top_k(values, indices, self._scratch.reserve(indices))
         torch.index_select(values, 0, indices, out=amounts)
 
     def decode(self, packet: Tensor, values: Tensor, weight: float = 1.0) -> None:
@@ -59,7 +59,7 @@ class TopK(Projection):
         self._check(values, packet)
         indices, amounts = self._entries(packet)
         if not self._kernels.sparse_add(values, indices, amounts, weight=weight):
-            raise ValueError(f"a packet of top-k has indices beyond the {values.numel()} elements that there are")
+            raise ValueError(f"a top-k packet has an index beyond its {values.numel()} elements")
 
     def square_sum(self, packet: Tensor, length: int) -> float:
         """See `Projection`."""
