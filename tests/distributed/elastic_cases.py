@@ -14,8 +14,9 @@ from torch import nn
 from tests.conformance.test_conformance import OPTIMIZERS, Entry, Grid
 from tests.distributed.common import digest
 from tests.distributed.stages import FREEZE
+from tests.resharding import adopt
 from tests.saved_states import SavedStates
-from thinwire.optimizers.reshard import Policy, SavedRun, adopt
+from thinwire.optimizers.reshard import Policy, SavedRun
 
 DENSE, SWITCHED, APART = 7, 14, 21
 """Steps after which states are saved: before the variance is frozen, after it, and after three local steps."""

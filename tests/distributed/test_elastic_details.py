@@ -17,8 +17,9 @@ from tests.conformance.test_conformance import Grid
 from tests.distributed.elastic_cases import AFTERWARDS, APART, CASES, ENTRIES, SWITCHED, Case, backward, nodes_of, train
 from tests.distributed.stages import VARIANCE, flat, noise, parameters
 from tests.harness import run_ranks
+from tests.resharding import adopt
 from tests.saved_states import SavedStates
-from thinwire.optimizers.reshard import SavedRun, adopt
+from thinwire.optimizers.reshard import SavedRun
 
 pytestmark = pytest.mark.timeout(300)  # the first test of a change waits for two runs of all cases
 

@@ -86,9 +86,9 @@ class DistributedLionOracle:
     def _apply(self, p: Parameter, moves: np.ndarray) -> None:
         deltas = np.empty(p.update.shape)
         for worker, update in enumerate(p.update.astype(np.float32)):
-            # The sign of the update, and a fair coin where nothing is left of it.
+            # The sign of the update if it is larger than EPS, and a random bit if nothing is left of it.
             r = worker_uniform(0, self.step_number, worker, p.elements)
-            deltas[worker] = np.where(update > r * (update + np.float32(EPS)), 1, -1)
+            deltas[worker] = np.where(update > r * ((update + np.float32(EPS)) * np.float32(0.5)), 1, -1)
         if self.downlink == "votes" or not self.compressed:
             direction = deltas.mean(axis=0)
         else:

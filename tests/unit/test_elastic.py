@@ -16,9 +16,10 @@ from torch import nn
 
 import thinwire
 from tests.distributed.common import digest
+from tests.resharding import adopt
 from tests.saved_states import SavedStates
 from thinwire.optimizers.optimizer import WireOptimizer
-from thinwire.optimizers.reshard import Policy, SavedRun, adopt, copy_for, read
+from thinwire.optimizers.reshard import Policy, SavedRun, copy_for, read
 from thinwire.transport.peers import Peers
 
 Shapes = Sequence[tuple[int, ...]]

@@ -45,11 +45,11 @@ class StochasticSign:
         self._key = 0
         self._downlink = downlink
         self._frames: list[Frame] = []
-        self.workers = layout.workers if downlink == "votes" else 0
+        self.counted_workers = layout.workers if downlink == "votes" else 0
         """The number of votes that an answer counts; 0 if the answer is a sign."""
         self.planes = planes = layout.workers.bit_length() if downlink == "votes" else 1
         self.active = torch.zeros(layout.size // WORD, dtype=torch.int64, device=layout.device)
-        self._votes_of = layout.workers
+        self._workers = layout.workers
         # The sum of |2c - n| over a sample of active coordinates, and their number.
         self._signal = torch.zeros(2, dtype=torch.int64, device=layout.device)
         self._last_signal = torch.zeros_like(self._signal)
@@ -95,7 +95,7 @@ class StochasticSign:
             "signal": self._signal,
         }
         if self._downlink == "majority":
-            tie_breaker = self._step % self._votes_of
+            tie_breaker = self._step % self._workers
             self._kernels.vote_majority(frame.received, HEADER_BYTES, self.active, casting=tie_breaker, **votes)
         elif self._downlink == "votes":
             self._kernels.vote_count(frame.received, HEADER_BYTES, self.active, planes=self.planes, **votes)
@@ -111,7 +111,7 @@ class StochasticSign:
     def mean_abs_vote(self) -> float:
         """Mean |ū| over a sample of the coordinates that this rank merged, in the last step that was not skipped."""
         total, coordinates = self._last_signal.tolist()
-        return total / (self._votes_of * coordinates) if coordinates else math.nan
+        return total / (self._workers * coordinates) if coordinates else math.nan
 
     def record_votes(self, taken: Tensor | None = None) -> None:
         """Record the votes of a step for `mean_abs_vote`, unless the flag `taken` on the device is 0."""

@@ -52,7 +52,7 @@ def describe(optimizer: WireOptimizer, names: dict[Tensor, str]) -> Description:
         value = optimizer._rule.agreed_value(len(params) - 1 - i)
         description[f"the checksum of the values of parameter {i}"] = checksum(value)
     if optimizer._step_count > 0:
-        for name, tensor in optimizer._rule.shared_state().items():
+        for name, tensor in optimizer._rule.compared_state().items():
             description[f"the checksum of {name!r} of the optimizer's state"] = checksum(tensor)
     return description
 

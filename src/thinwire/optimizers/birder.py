@@ -15,15 +15,14 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from thinwire.compressors.dense import Dense
-from thinwire.compressors.stochastic_sign import Downlink, StochasticSign
+from thinwire.compressors.stochastic_sign import Downlink
 from thinwire.kernels import rng
 from thinwire.kernels.modes import Scale
 from thinwire.optimizers.adam import signed
 from thinwire.optimizers.inputs import check_number, check_seed
 from thinwire.optimizers.optimizer import Unpack, WireOptimizer, WireOptions
-from thinwire.optimizers.rule import Context, Group, UpdateRule, exchange_after_activation
-from thinwire.transport import packet
+from thinwire.optimizers.rule import Context, Group, UpdateRule
+from thinwire.optimizers.votes import Votes
 from thinwire.transport.buffers import Part
 from thinwire.transport.compressor import Compressor
 from thinwire.transport.state import State, Tensors
@@ -197,45 +196,34 @@ class BirderRule(UpdateRule):
         layout = context.layout
         self._m = torch.zeros(layout.own_size, dtype=self.state_dtype, device=layout.device)
         self._b = torch.zeros(layout.own_size, dtype=self.state_dtype, device=layout.device)
-        own = {"m": self._m, "b": self._b}
-        self._votes: StochasticSign | None = None
-        if not context.topology.compresses:
-            return {"dense": Dense(context.kernels)}, State(own)
         # With amsgrad, b never decreases, so m decides: a coordinate is inactive when its m has decayed to eps.
-        activity = self._m if self.amsgrad else self._b
-        self._votes = StochasticSign(layout, self.downlink, context.kernels, activity, self.eps)
-        state = State(own)
+        self._votes = Votes(context, self.downlink, self._m if self.amsgrad else self._b, self.eps)
+        state = State(own={"m": self._m, "b": self._b})
         state.include(self._votes.state())
-        return {"votes": self._votes}, state
+        return self._votes.compressors, state
 
-    def shared_state(self) -> Tensors:
+    def compared_state(self) -> Tensors:
         """See `UpdateRule`."""
-        return {} if self._votes is None else {"alive": self._votes.active}
+        return self._votes.state().words
 
     def begin_step(self) -> None:
         """See `UpdateRule`. Derives the random keys of this step."""
         step = self.context.step
         self._worker_key = rng.worker_key(self.seed, step, self.context.topology.node)
-        if self._votes is not None:
-            self._votes.begin_step(step, rng.owner_key(self.seed, step))
+        self._votes.begin_step(rng.owner_key(self.seed, step))
 
     def channel(self) -> str:
         """See `UpdateRule`."""
-        return "dense" if self._votes is None else "votes"
-
-    @property
-    def _activates(self) -> bool:
-        """Whether this step begins with an activation round."""
-        return self._votes is not None and self.context.step == 1
+        return self._votes.channel()
 
     def first_flags(self) -> int:
         """See `UpdateRule`."""
-        return packet.ACTIVATION if self._activates else 0
+        return self._votes.first_flags()
 
     @property
     def defers(self) -> bool:
         """See `UpdateRule`."""
-        return not self._activates
+        return not self._votes.activates
 
     def encode(self, position: int, part: Part, grad: Tensor | None, group: Group, scale: Scale) -> bool | None:
         """See `UpdateRule`."""
@@ -251,10 +239,10 @@ class BirderRule(UpdateRule):
             "shift": part.frame.bucket.state_shift,
         }
         kernels, state, packets = self.context.kernels, (self._m, self._b), self.context.session.channel.buffers.sent
-        if self._votes is None:
+        signs, key = self._votes.signs, self._worker_key
+        if signs is None:
             return kernels.birder_direction(part.up_runs, grad, *state, packets, **averages)
-        active, key = self._votes.active, self._worker_key
-        return kernels.birder_encode(part.up_runs, grad, *state, active, packets, **averages, key=key)
+        return kernels.birder_encode(part.up_runs, grad, *state, signs.active, packets, **averages, key=key)
 
     def _filled(self, beta: float) -> float:
         """The total weight of the gradients so far in an average; the rest is the weight of its initial zero."""
@@ -262,38 +250,21 @@ class BirderRule(UpdateRule):
 
     def settle(self, flags: int) -> int:
         """See `UpdateRule`."""
-        if not self._activates:
-            return flags
-        self._update_activity()  # no coordinate was active, so all bits were activation bits
-        return flags if flags & packet.NONFINITE else exchange_after_activation(self)
+        return self._votes.settle(flags, self)
 
     def apply(self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None, group: Group) -> None:
         """See `UpdateRule`."""
-        lr = float(group["lr"])
-        move = {"lr": lr, "decay": 1.0 - lr * group["weight_decay"]}
-        kernels, answers, votes = self.context.kernels, self.context.session.channel.buffers.answers, self._votes
-        for part in parts:
-            if votes is None:
-                kernels.dense_apply(part.down_runs, x, low, answers, **move)
-            else:
-                counts = {"planes": votes.planes, "workers": votes.workers}
-                kernels.birder_apply(part.down_runs, x, low, votes.active, answers, **counts, **move)
+        self._votes.apply(parts, x, low, group)
 
     def after_apply(self) -> None:
         """See `UpdateRule`."""
-        self._update_activity()
-        if self._votes is not None:
-            self._votes.record_votes(self.context.session.step_gate())
-
-    def _update_activity(self) -> None:
-        if self._votes is not None:
-            self._votes.update_activity()
+        self._votes.after_apply()
 
     def portable(self, state: State, *, private: bool) -> State:
         """See `UpdateRule`."""
         # An active coordinate whose b is zero would send random bits, so without b no coordinate is active.
-        return super().portable(state, private=True) if private else State()
+        return super().portable(state, private=private) if private else State()
 
     def mean_abs_vote(self) -> float:
         """See `UpdateRule`."""
-        return math.nan if self._votes is None else self._votes.mean_abs_vote()
+        return self._votes.mean_abs_vote()

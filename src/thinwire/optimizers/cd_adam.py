@@ -206,7 +206,7 @@ class CDAdamRule(UpdateRule):
         state.include(self._markov.state())
         return {self.codec: self._markov}, state
 
-    def shared_state(self) -> Tensors:
+    def compared_state(self) -> Tensors:
         """See `UpdateRule`."""
         followed = {} if self._markov is None else {"followed": self._markov.followed}
         return {"m": self._m, "v": self._v, "peak": self._peak, **followed}

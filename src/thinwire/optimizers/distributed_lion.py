@@ -15,16 +15,14 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from thinwire.compressors.dense import Dense
-from thinwire.compressors.stochastic_sign import StochasticSign
 from thinwire.kernels import rng
 from thinwire.kernels.modes import Scale
 from thinwire.kernels.reference.words import each_run, flat
-from thinwire.optimizers.adam import DENSE, SQUARABLE, check_betas, signed
+from thinwire.optimizers.adam import SQUARABLE, check_betas, signed
 from thinwire.optimizers.inputs import check_number
 from thinwire.optimizers.optimizer import Unpack, WireOptimizer, WireOptions
-from thinwire.optimizers.rule import Context, Group, UpdateRule, exchange_after_activation
-from thinwire.transport import packet
+from thinwire.optimizers.rule import Context, Group, UpdateRule
+from thinwire.optimizers.votes import Votes
 from thinwire.transport.buffers import Part
 from thinwire.transport.compressor import Compressor
 from thinwire.transport.state import State, Tensors
@@ -142,54 +140,50 @@ class DistributedLionRule(UpdateRule):
         self._m = torch.zeros(layout.own_size, dtype=torch.float32, device=layout.device)
         self._update = torch.zeros(layout.own_size, dtype=torch.float32, device=layout.device)
         """β1 m + (1-β1) g, whose sign is sent."""
+        self._votes = Votes(context, self.downlink, self._update, _EPS)
         state = State(own={"m": self._m, "update": self._update})
-        self._votes: StochasticSign | None = None
-        if not context.topology.compresses:
-            return {DENSE: Dense(context.kernels)}, state
-        self._votes = StochasticSign(layout, self.downlink, context.kernels, self._update, _EPS)
         state.include(self._votes.state())
-        return {"votes": self._votes}, state
+        return self._votes.compressors, state
 
-    def shared_state(self) -> Tensors:
+    def compared_state(self) -> Tensors:
         """See `UpdateRule`."""
-        return {} if self._votes is None else self._votes.state().words
+        return self._votes.state().words
 
     def begin_step(self) -> None:
         """See `UpdateRule`."""
         self._key = rng.worker_key(0, self.context.step, self.context.topology.node)
-        if self._votes is not None:
-            self._votes.begin_step(self.context.step, key=0)
+        self._votes.begin_step(key=0)  # owners draw nothing
 
     def channel(self) -> str:
         """See `UpdateRule`."""
-        return DENSE if self._votes is None else "votes"
-
-    @property
-    def _activates(self) -> bool:
-        """Whether this step begins with an activation round."""
-        return self._votes is not None and self.context.step == 1
+        return self._votes.channel()
 
     def first_flags(self) -> int:
         """See `UpdateRule`."""
-        return packet.ACTIVATION if self._activates else 0
+        return self._votes.first_flags()
 
     def encode(self, position: int, part: Part, grad: Tensor | None, group: Group, scale: Scale) -> bool | None:
         """See `UpdateRule`."""
-        shift, packets = part.frame.bucket.state_shift, self.context.session.channel.buffers.sent
+        shift, packets, signs = (
+            part.frame.bucket.state_shift,
+            self.context.session.channel.buffers.sent,
+            self._votes.signs,
+        )
         nonfinite = False
         for run in each_run(part.up_runs):
             here = slice(run.element - shift, run.element - shift + run.count)
             if grad is not None:
                 nonfinite |= self._absorb(flat(grad)[run.of_param], here, group["betas"], signed(scale, group))
-            if self._votes is None:
+            if signs is None:
                 update = self._update[here]
-                # dense_apply does not move a coordinate whose value is NaN.
+                # dense_apply does not move a coordinate whose direction is NaN.
                 run.floats_in(packets).copy_(torch.where(update.abs() > _EPS, update.sign(), math.nan))
-        if self._votes is not None:
-            # Birder's vote, u > r (b + ε), with u = b: the sign of u, or a random bit if |u| is at most ε.
-            vote = {"beta": 0.0, "scale": 1.0, "eps": _EPS, "amsgrad": True, "key": self._key, "shift": shift}
+        if signs is not None:
+            # Birder's vote, u > r (b + ε) · level, with b = u and a level of 1/2: it is the sign of u if |u| > ε, and
+            # a random bit if nothing is left of u.
+            vote = {"beta": 0.0, "scale": 1.0, "eps": _EPS, "level": 0.5, "amsgrad": True, "key": self._key}
             state = (self._update, self._update)
-            self.context.kernels.birder_encode(part.up_runs, None, *state, self._votes.active, packets, **vote)
+            self.context.kernels.birder_encode(part.up_runs, None, *state, signs.active, packets, **vote, shift=shift)
         return nonfinite
 
     def _absorb(self, grad: Tensor, here: slice, betas: tuple[float, float], scale: Scale) -> bool:
@@ -203,34 +197,21 @@ class DistributedLionRule(UpdateRule):
 
     def settle(self, flags: int) -> int:
         """See `UpdateRule`."""
-        if self._votes is None or not self._activates:
-            return flags
-        self._votes.update_activity()  # no coordinate was active, so all bits were activation bits
-        return flags if flags & packet.NONFINITE else exchange_after_activation(self)
+        return self._votes.settle(flags, self)
 
     def apply(self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None, group: Group) -> None:
         """See `UpdateRule`."""
-        lr = float(group["lr"])
-        move = {"lr": lr, "decay": 1.0 - lr * group["weight_decay"]}
-        kernels, answers, votes = self.context.kernels, self.context.session.channel.buffers.answers, self._votes
-        for part in parts:
-            if votes is None:
-                kernels.dense_apply(part.down_runs, x, low, answers, **move)
-            else:
-                counts = {"planes": votes.planes, "workers": votes.workers}
-                kernels.birder_apply(part.down_runs, x, low, votes.active, answers, **counts, **move)
+        self._votes.apply(parts, x, low, group)
 
     def after_apply(self) -> None:
         """See `UpdateRule`."""
-        if self._votes is not None:
-            self._votes.update_activity()
-            self._votes.record_votes()
+        self._votes.after_apply()
 
     def portable(self, state: State, *, private: bool) -> State:
         """See `UpdateRule`."""
-        # Without its update, an active coordinate would send random bits, so no coordinate stays active.
-        return super().portable(state, private=True) if private else State()
+        # An active coordinate whose update is zero would send random bits, so without updates none is active.
+        return super().portable(state, private=private) if private else State()
 
     def mean_abs_vote(self) -> float:
         """See `UpdateRule`."""
-        return math.nan if self._votes is None else self._votes.mean_abs_vote()
+        return self._votes.mean_abs_vote()

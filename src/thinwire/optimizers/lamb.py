@@ -131,7 +131,7 @@ class LambRule(UpdateRule):
         self._dense = Dense(context.kernels)
         return {DENSE: self._dense}, state
 
-    def shared_state(self) -> Tensors:
+    def compared_state(self) -> Tensors:
         """See `UpdateRule`."""
         return {"v": self._adam.v}
 

@@ -150,7 +150,7 @@ class OneBitAdamRule(UpdateRule):
         self._stages = DenseThenSigns(context, state, self._adam, self._options)
         return self._stages.compressors, state
 
-    def shared_state(self) -> Tensors:
+    def compared_state(self) -> Tensors:
         """See `UpdateRule`."""
         return {"v": self._adam.v}
 

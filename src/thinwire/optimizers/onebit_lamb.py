@@ -210,7 +210,7 @@ class OneBitLambRule(UpdateRule):
             state.whole["w"] = self._w
         return self._stages.compressors, state
 
-    def shared_state(self) -> Tensors:
+    def compared_state(self) -> Tensors:
         """See `UpdateRule`."""
         return {"v": self._adam.v}
 

@@ -170,12 +170,12 @@ class WireOptimizer(Optimizer):
     def _build(self) -> None:
         # A parameter that is frozen now is in no packet. One that is frozen later simply has no gradient.
         held = [(p, i) for i, group in enumerate(self.param_groups) for p in group["params"] if p.requires_grad]
-        self._frozen = [p for group in self.param_groups for p in group["params"] if not p.requires_grad]
         devices = {p.device for p, _ in held}
         if len(devices) > 1:
             names = ", ".join(sorted(map(str, devices)))
             raise ValueError(f"parameters on devices {names}: an optimizer needs all its parameters on one device")
         device = devices.pop() if devices else torch.device("cpu")
+        self._frozen = [p for group in self.param_groups for p in group["params"] if not p.requires_grad]
         self._session = session = Session(
             [p.numel() for p, _ in held],
             device,
@@ -241,9 +241,11 @@ class WireOptimizer(Optimizer):
         An optimizer that is no longer referenced closes itself when it is garbage-collected.
         """
         self._closed = True
-        self._disconnect()
-        while self._at_close:
-            self._at_close.pop()()
+        try:
+            self._disconnect()
+        finally:
+            while self._at_close:
+                self._at_close.pop()()
 
     def _disconnect(self) -> None:
         """End threads and connections until `_prepare` makes new ones."""
@@ -354,10 +356,12 @@ class WireOptimizer(Optimizer):
 
     def _finish_exchange(self) -> None:
         """Complete an exchange that backward has begun if no step() will. All ranks complete it and discard it."""
-        self._session.encode_rest(self._encoder)
+        if not self._session.connected:
+            return
+        with self._session.transport.abort_on_error():
+            self._session.encode_rest(self._encoder)
         self._read_outcomes()
-        if self._session.connected:
-            self._session.transport.wait()
+        self._session.transport.wait()
 
     # Replicas --------------------------------------------------------------------------------------------------------
 
@@ -397,13 +401,16 @@ class WireOptimizer(Optimizer):
             CorruptPacket: if a packet was refused. No step has been applied since then.
             TooManySkips: as in `step()`.
         """
-        for step, flags, present in self._session.outcomes():
-            skipped = bool(flags & packet.NONFINITE)
+        outcomes = [
+            (step, bool(flags & packet.NONFINITE), present) for step, flags, present in self._session.outcomes()
+        ]
+        for _, skipped, present in outcomes:
             self._meter.skipped_steps += skipped
             taken = set() if skipped else set(present)
             self._rule.revert([position for position in range(len(self._flat_params)) if position not in taken])
             self._write_numbers()
-            self._skips.note(step, skipped=skipped)
+        for step, flags, _ in outcomes:
+            self._skips.note(step, skipped=bool(flags & packet.NONFINITE))
 
     def _overflow(self) -> bool | Tensor:
         """Whether a gradient on any rank was not finite in the last step; a tensor of one float if only the device

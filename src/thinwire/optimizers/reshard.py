@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from thinwire.metrics import Meter
 from thinwire.optimizers import state_dict
 from thinwire.optimizers.optimizer import WireOptimizer
 from thinwire.transport.layout import WORD, Layout
@@ -108,15 +109,6 @@ def load(optimizer: WireOptimizer, joined: JoinedState) -> None:
     optimizer.load_state_dict(target.state_dict())
 
 
-def adopt(optimizer: WireOptimizer, run: SavedRun, how: Policy) -> None:
-    """`read`, then `load`.
-
-    Raises:
-        ValueError: as `read` does, before anything is changed.
-    """
-    load(optimizer, read(optimizer, run, how))
-
-
 def copy_for(optimizer: WireOptimizer, peers: Peers, topology: Topology, bucket_mb: float | None) -> WireOptimizer:
     """A copy of the optimizer with the same class, arguments and parameters, in its initial state, as on another rank.
 
@@ -126,6 +118,7 @@ def copy_for(optimizer: WireOptimizer, peers: Peers, topology: Topology, bucket_
     vars(made).update(vars(optimizer))
     made._peers, made._topology, made._bucket_mb = peers, topology, bucket_mb
     made._loading, made._built, made._agreed = [], False, False
+    made._at_close, made._after_step, made._meter = [], [], Meter()
     made._rule = copy.copy(optimizer._rule)
     made._skips = copy.copy(optimizer._skips)
     made._step_count = torch.zeros_like(optimizer._step_count)

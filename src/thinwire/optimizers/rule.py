@@ -84,7 +84,7 @@ class UpdateRule(abc.ABC):
     state_depends_on_buckets = False
     """Whether the state depends on how the flat space is cut into buckets."""
     records_buckets = False
-    """Whether `bucket_mb` is one of the settings that ranks compare and state dicts record."""
+    """Whether a state dict records `bucket_mb` among the settings that a run should be resumed with."""
     has_local_steps = False
     """Whether replicas may differ between synchronizations."""
     context: Context
@@ -112,7 +112,7 @@ class UpdateRule(abc.ABC):
         A compressor named LOCAL serves steps in which nothing leaves the node.
         """
 
-    def shared_state(self) -> Tensors:
+    def compared_state(self) -> Tensors:
         """State that is the same on all ranks now. Ranks compare it before the first exchange."""
         return {}
 

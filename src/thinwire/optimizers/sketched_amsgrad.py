@@ -211,7 +211,7 @@ class SketchedAMSGradRule(UpdateRule):
         into = None if self._sketches is None else (self._sketch, self._sketches.packets[0])
         return {LOCAL: Sketching(self._error, into)}, state
 
-    def shared_state(self) -> Tensors:
+    def compared_state(self) -> Tensors:
         """See `UpdateRule`."""
         return {"v": self._v, "peak": self._peak}
 

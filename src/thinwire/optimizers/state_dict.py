@@ -148,6 +148,7 @@ def _before_load(registered: Optimizer, state_dict: dict[str, Any]) -> dict[str,
     optimizer = cast("WireOptimizer", registered)
     groups, copies = _plan(optimizer, state_dict)
     optimizer._finish_exchange()
+    optimizer._begin_step()  # if another hook raises now, the next step must not apply what was exchanged for nothing
     optimizer._loading = copies
     return {"state": {}, "param_groups": groups}
 

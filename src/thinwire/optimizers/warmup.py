@@ -102,14 +102,18 @@ class Warmup:
 
     def __init__(self, length: Length, beta2: float, groups: int) -> None:
         self._length = length
-        self._beta2 = beta2
-        self._window = window_of(beta2)
-        self._every = _steps_between_checks(beta2)
+        self.use_beta2(beta2)
         # The step at which the warm-up ended (0: not yet), the last step at which a learning rate rose, the variance at
         # the last checks, and the last learning rates.
         self.memory = torch.zeros(2 + _CHECKS + groups, dtype=torch.float64, device=HOST)
         self._sums = self.memory[2 : 2 + _CHECKS]
         self._rates = self.memory[2 + _CHECKS :]
+
+    def use_beta2(self, beta2: float) -> None:
+        """Follow the variance with this decay from now on: load_state_dict() may bring other groups."""
+        self._beta2 = beta2
+        self._window = window_of(beta2)
+        self._every = _steps_between_checks(beta2)
 
     @property
     def ended_at(self) -> int:
@@ -233,6 +237,7 @@ class DenseThenSigns:
 
     def begin_step(self) -> None:
         """See `UpdateRule`."""
+        self._warmup.use_beta2(largest_beta2(self._context.groups))
         if self._warmup.ended_at:
             self._context.session.channels[DENSE].release()
 

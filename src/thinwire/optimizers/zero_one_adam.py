@@ -225,7 +225,7 @@ class ZeroOneAdamRule(UpdateRule):
         self._variance_updates = state.add_numbers("variance_updates", parameters, torch.int64)
         return compressors, state
 
-    def shared_state(self) -> Tensors:
+    def compared_state(self) -> Tensors:
         """See `UpdateRule`."""
         return {"v": self._adam.v}
 

@@ -11,9 +11,8 @@ from thinwire.transport.state import State
 class Compressor(Protocol):
     """How workers fill the packets of a channel, how owners merge them, and what both remember.
 
-    A compressor also has a method that encodes a part of a parameter into the packets, and one that reads or applies
-    the answer. These fuse the arithmetic of an update rule with the encoding, in one pass over memory, so their
-    arguments differ.
+    How a part of a parameter is encoded and an answer applied is not part of the interface. Kernels fuse that with the
+    arithmetic of an update rule, in one pass over memory, so the arguments differ.
     """
 
     @property

@@ -198,11 +198,6 @@ class LaneTransport(Transport):
         if endpoint.node is not None:
             self._refusal = endpoint.node.commit(step, self._refusal)
 
-    def _count(self, rounds: int, size: int) -> None:
-        self.meter.rounds += rounds
-        self.meter.bytes_sent += size
-        self.meter.bytes_received += size
-
     # The outcome -----------------------------------------------------------------------------------------------------
 
     def wait(self) -> None:

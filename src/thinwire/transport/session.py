@@ -162,6 +162,7 @@ class Session:
             earlier: per bucket, the presence bits of earlier steps that this exchange includes.
         """
         self.step = step
+        self.repeating = False
         self.encoded = [False] * len(self.layout.slots)
         """By position in the flat space, whether the tensor is encoded."""
         self.presence = Presence(len(self.layout.buckets))
@@ -240,7 +241,7 @@ class Session:
         self.repeating = True
         for position in range(len(self.encoded)):
             self.encode(position, None, 1.0, encoder)
-        self.repeating = False  # not in a `finally`: an exception here ends the session
+        self.repeating = False
         return self.wait()
 
     def wait(self, *, defer: bool = False) -> int:

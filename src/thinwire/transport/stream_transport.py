@@ -193,11 +193,6 @@ class StreamTransport(Transport):
         slot = self._side.report.copy_to_host()
         self._reported.append(_Reported(step, slot, self._side.streams.record_event()))
 
-    def _count(self, rounds: int, size: int) -> None:
-        self.meter.rounds += rounds
-        self.meter.bytes_sent += size
-        self.meter.bytes_received += size
-
     # The outcome -----------------------------------------------------------------------------------------------------
 
     def join(self) -> None:

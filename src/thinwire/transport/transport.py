@@ -147,6 +147,11 @@ class Transport(abc.ABC):
                 mean = node.mean(bucket, part.up_runs) if present & part.presence else None
                 bucket.flags |= bucket.encode_mean(position, part, mean)
 
+    def _count(self, rounds: int, size: int) -> None:
+        self.meter.rounds += rounds
+        self.meter.bytes_sent += size
+        self.meter.bytes_received += size
+
     def _merge_presence(self, frame: Frame, shard: int) -> None:
         """Write into the answer which parameters have a gradient on any worker."""
         self._kernels.any_of(
