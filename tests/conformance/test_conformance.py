@@ -385,7 +385,7 @@ def test_metrics_count_what_happened(grid: Grid, entry: Entry) -> None:
 @every_optimizer
 def test_the_docstring_says_what_a_user_must_know(entry: Entry) -> None:
     text = entry.optimizer.__doc__ or ""
-    assert re.search(r"\n\n +m ← ", text), "the formula, as the paper has it, indented"
+    assert re.search(r"::\n\n +\S+ (←|=) ", text), "the formula, as the paper has it, indented"
     assert re.search(r"\([^)]+, [^)]*\d{4}\)", text.splitlines()[0]), "the citation, in the first line"
     for section in ("Args:", "When not to use it:", "Differences from the paper:"):
         assert re.search(rf"^ *{section}$\n +\S", text, re.MULTILINE), section

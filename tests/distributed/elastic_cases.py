@@ -98,6 +98,7 @@ BFLOAT16_ERRORS = {"error_dtype": torch.bfloat16}
 BFLOAT16_STATE = {"state_dtype": torch.bfloat16, "amsgrad": True, "downlink": "votes", "beta_b": None}
 CASES = [
     Case(ENTRIES["Birder"], 0.01),
+    Case(ENTRIES["DistributedLion"], 0.01),
     Case(ENTRIES["OneBitAdam"], 0.01, (DENSE, SWITCHED)),
     Case(ENTRIES["ZeroOneAdam"], 0.01, (DENSE, SWITCHED, APART)),
     Case(ENTRIES["Lamb"], 0.025),

@@ -28,6 +28,7 @@ from tests.distributed.checkpoint_runs import listed
 from tests.distributed.common import digest
 from tests.harness import run_ranks, run_ranks_expecting_errors
 from thinwire import checkpoint
+from thinwire._torch_compat import IMPORTED_BY_OPTIMIZERS
 
 EPISODES = 4
 """How often one of two ranks is killed."""
@@ -35,6 +36,8 @@ SECONDS = 60
 
 pytestmark = pytest.mark.timeout(300)  # more than a hundred processes, on a machine that may be busy
 _processes = multiprocessing.get_context("forkserver")
+# Otherwise each child imports these by itself, which takes seconds.
+_processes.set_forkserver_preload([__name__, IMPORTED_BY_OPTIMIZERS])
 
 
 class Run:

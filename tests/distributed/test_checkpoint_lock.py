@@ -23,10 +23,13 @@ import thinwire
 from tests.distributed.checkpoint_runs import listed
 from tests.harness import run_ranks
 from thinwire import checkpoint
+from thinwire._torch_compat import IMPORTED_BY_OPTIMIZERS
 
 SAVES = 500
 SECONDS = 60
 _processes = multiprocessing.get_context("forkserver")
+# Otherwise each child imports these by itself, which takes seconds.
+_processes.set_forkserver_preload([__name__, IMPORTED_BY_OPTIMIZERS])
 
 
 class Run:

@@ -71,6 +71,7 @@ OF_A_RANK = ("sent", "answered", "sent_scale", "answer_scale", "answer_scale_bef
 OF_A_RANK_TOO = {
     "Birder": ("m", "b"),
     "CDAdam": ("known", "said", "mean", "average"),
+    "DistributedLion": ("m", "update"),
     "SketchedAMSGrad": ("m", "error"),
 }
 KEPT = ("step", "updates", "variance", "variance_updates", "warmup", "coefficient", "factor", "weight", "rate")

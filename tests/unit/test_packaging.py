@@ -205,7 +205,10 @@ def test_importing_thinwire_brings_no_extra_with_it() -> None:
 
 
 def test_public_names() -> None:
-    optimizers = ["Birder", "CDAdam", "Lamb", "OneBitAdam", "OneBitLamb", "SketchedAMSGrad", "ZeroOneAdam"]
+    optimizers = [
+        *("Birder", "CDAdam", "DistributedLion", "Lamb", "OneBitAdam", "OneBitLamb"),
+        *("SketchedAMSGrad", "ZeroOneAdam"),
+    ]
     errors = ["CorruptCheckpoint", "CorruptPacket", "PeerLost", "ReplicasDiffer", "TooManySkips"]
     assert sorted(thinwire.__all__) == sorted(["Metrics", "__version__", "attach", "checkpoint", *optimizers, *errors])
     assert all(hasattr(thinwire, name) for name in thinwire.__all__)
