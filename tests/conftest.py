@@ -38,10 +38,10 @@ TOGETHER = {
     "tests/distributed/test_chaos.py": "links that are cut",
     "tests/distributed/test_interrupts.py": "links that are cut",
     "tests/distributed/test_faults.py": "ranks that wait for dead ones, all at once",
-    "tests/unit/test_checkpoint_store.py": "a checkpoint",
+    "tests/unit/test_checkpoint_directory.py": "a checkpoint",
     "tests/unit/test_checkpoint_damage.py": "a checkpoint",
-    "tests/distributed/test_elastic.py": "runs whose states are saved",
-    "tests/distributed/test_elastic_details.py": "runs whose states are saved",
+    "tests/distributed/test_reshard.py": "runs whose states are saved",
+    "tests/distributed/test_reshard_details.py": "runs whose states are saved",
     "tests/distributed/test_corrupt_packets.py": "ranks that live through all cases",
 }
 

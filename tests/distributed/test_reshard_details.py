@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from tests.conformance.test_conformance import Grid
-from tests.distributed.elastic_cases import AFTERWARDS, APART, CASES, ENTRIES, SWITCHED, Case, backward, nodes_of, train
+from tests.distributed.reshard_cases import AFTERWARDS, APART, CASES, ENTRIES, SWITCHED, Case, backward, nodes_of, train
 from tests.distributed.stages import VARIANCE, flat, noise, parameters
 from tests.harness import run_ranks
 from tests.resharding import adopt

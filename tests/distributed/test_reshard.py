@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.distributed.common import digest
-from tests.distributed.elastic_cases import (
+from tests.distributed.reshard_cases import (
     AFTERWARDS,
     APART,
     CASES,
@@ -62,7 +62,7 @@ def test_a_frozen_variance_is_refused_where_nothing_is_compressed(outcome: Outco
     for answer in outcome.answers:
         assert isinstance(answer, str)
         assert "with a frozen variance" in answer
-        assert "use topology='flat'" in answer
+        assert "Use topology='flat'" in answer
 
 
 # What all ranks share ------------------------------------------------------------------------------------------------
