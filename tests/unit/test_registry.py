@@ -12,15 +12,15 @@ import thinwire
 from thinwire.cli.registry import ALL_COMMANDS, OPTIMIZERS, offered
 
 NAMES = {
-    "demo": "birder distributed-lion onebit-adam zero-one-adam onebit-lamb lamb cd-adam cd-adam-momentum cd-adam-topk "
-    "sketched-amsgrad",
-    "bench exchange": "birder distributed-lion onebit-adam zero-one-adam onebit-lamb cd-adam cd-adam-topk "
-    "sketched-amsgrad",
-    "bench step": "birder birder-majority birder-votes distributed-lion onebit-adam zero-one-adam onebit-lamb cd-adam "
-    "cd-adam-topk sketched-amsgrad",
-    "chaos": "birder distributed-lion onebit-adam zero-one-adam onebit-lamb lamb cd-adam cd-adam-topk sketched-amsgrad",
-    "selftest": "birder birder-majority birder-votes distributed-lion onebit-adam zero-one-adam onebit-lamb lamb "
-    "cd-adam cd-adam-topk sketched-amsgrad",
+    "demo": "birder onebit-adam zero-one-adam onebit-lamb lamb cd-adam cd-adam-momentum cd-adam-topk sketched-amsgrad "
+    "distributed-lion",
+    "bench exchange": "birder onebit-adam zero-one-adam onebit-lamb cd-adam cd-adam-topk sketched-amsgrad "
+    "distributed-lion",
+    "bench step": "birder birder-majority birder-votes onebit-adam zero-one-adam onebit-lamb cd-adam cd-adam-topk "
+    "sketched-amsgrad distributed-lion",
+    "chaos": "birder onebit-adam zero-one-adam onebit-lamb lamb cd-adam cd-adam-topk sketched-amsgrad distributed-lion",
+    "selftest": "birder birder-majority birder-votes onebit-adam zero-one-adam onebit-lamb lamb cd-adam cd-adam-topk "
+    "sketched-amsgrad distributed-lion",
 }
 
 

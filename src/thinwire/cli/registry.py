@@ -173,14 +173,6 @@ _ENTRIES = (
         commands=_VARIANT,
     ),
     Entry(
-        "distributed-lion",
-        "Distributed Lion",
-        thinwire.DistributedLion,
-        lr=1e-3,
-        betas=(0.8, 0.95),
-        stages=Stages(settling_steps=1),  # the first step has one more exchange than the others
-    ),
-    Entry(
         "onebit-adam",
         "1-bit Adam",
         thinwire.OneBitAdam,
@@ -264,6 +256,14 @@ _ENTRIES = (
         bits=Bits.each_way(32 * (5 / 50 + 2 / 100)),  # a sketch, then two floats for each coordinate that it picks
         measured_as="flat: sketches of 5 × d/50, and d/100 coordinates; both exchanged in step(), one after the other",
         search=Search(4e-3, ((0.0, 0.99), (0.5, 0.99), (0.9, 0.99)), {"eps": 1e-4}, seeded=False),
+    ),
+    Entry(
+        "distributed-lion",
+        "Distributed Lion",
+        thinwire.DistributedLion,
+        lr=1e-3,
+        betas=(0.8, 0.95),
+        stages=Stages(settling_steps=1),  # the first step has one more exchange than the others
     ),
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -113,12 +114,12 @@ class Net(nn.Module):
 
 
 def episodes(seed: int, ranks: int) -> Iterator[Episode]:
-    """Without end: all optimizers in turn, and every third time in nodes where ranks allow it."""
+    """All optimizers in turn, without end; each runs in nodes in one of three cycles, if the ranks allow it."""
     number = 0
-    while True:
-        for name in offered("chaos"):
+    for cycle in itertools.count():
+        for position, name in enumerate(offered("chaos")):
             draw = random.Random(f"{seed} {number}")
-            in_nodes = ranks >= 4 and ranks % 2 == 0 and number % 3 == 2
+            in_nodes = ranks >= 4 and ranks % 2 == 0 and (position + cycle) % 3 == 2
             yield Episode(
                 number=number,
                 optimizer_name=name,
