@@ -113,7 +113,7 @@ def collect(calls: Iterable[tuple[str, Callable[..., Any], dict[str, Any]]], cap
                 _jobs.append(job)
 
     run = JITFunction.run
-    setattr(JITFunction, "run", note)  # noqa: B010 - whose types say that nobody does that
+    setattr(JITFunction, "run", note)  # noqa: B010 - its types do not allow it
     try:
         for operation, function, arguments in calls:
             started.setdefault(operation, False)

@@ -67,7 +67,7 @@ def run_to_the_end(runs: Sequence[Run], at_once: int = 24) -> list[list[Ended]]:
     with Supervisor(fork_server(), grace=0.0) as children:
         waiting, running, started = list(runs), [], []
         while waiting or running:
-            if waiting and (not children.living or len(children.living) + waiting[0].world_size <= at_once):
+            if waiting and (not children.alive or len(children.alive) + waiting[0].world_size <= at_once):
                 run = _Running(children, waiting.pop(0), children.folder / f"run-{len(started)}")
                 started.append(run)
                 running.append(run)
@@ -77,7 +77,7 @@ def run_to_the_end(runs: Sequence[Run], at_once: int = 24) -> list[list[Ended]]:
             for run in running:
                 run.reports |= {child.pid: report for child, report in reports if child in run.ranks}
                 run.look_after()
-            running = [run for run in running if run.living]
+            running = [run for run in running if run.alive]
         return [run.ended() for run in started]
 
 
@@ -97,17 +97,17 @@ class _Running:
         self._hung: set[Child] = set()
 
     @property
-    def living(self) -> list[Child]:
+    def alive(self) -> list[Child]:
         return [rank for rank in self.ranks if rank.exit_code is None]
 
     def look_after(self) -> None:
         """Continue the rank that has stopped, if it is time, and end what takes too long."""
         stopped = None if self._run.stops is None else self.ranks[self._run.stops]
-        if self.living == [stopped] and not self._continued:
+        if self.alive == [stopped] and not self._continued:
             self._continued = True
-            self.living[0].signal(signal.SIGCONT)
+            self.alive[0].signal(signal.SIGCONT)
         if time.monotonic() > self.deadline:
-            for rank in self.living:
+            for rank in self.alive:
                 self._hung.add(rank)
                 rank.signal(signal.SIGCONT)
                 rank.signal(signal.SIGUSR1)  # writes the stacks of all threads

@@ -193,7 +193,7 @@ def assert_it_ends_with(step: int, seen: dict[str, Any]) -> None:
     assert seen["ended_at"] == [0] * (step - 1) + [step] * (steps - step + 1)
     assert (seen["sent"] > 10 * seen["sent"].min()).tolist() == [i < step for i in range(steps)]
     assert len(seen["log"]) == 1
-    assert f"ended with step {step}:" in seen["log"][0]
+    assert f"ended with step {step};" in seen["log"][0]
 
 
 @pytest.mark.parametrize("name", SWITCHING)

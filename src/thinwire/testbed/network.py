@@ -223,7 +223,7 @@ class Testbed:
             run_tool("ip", "netns", "add", host.namespace)
             run_tool("ip", "-n", host.namespace, "link", "set", "dev", "lo", "up")
         with _kernel_feature("veth"):
-            # Both ends where they belong: in the namespace of whoever calls, names might collide.
+            # Both ends are created in their namespaces: in the caller's, names might collide.
             peer = ("peer", "name", host.interface, "netns", host.namespace)
             run_tool("ip", "-n", switch, "link", "add", port, "type", "veth", *peer)
         run_tool("ip", "-n", switch, "link", "set", "dev", port, "master", _BRIDGE)

@@ -249,7 +249,7 @@ class Supervisor:
         return Path(self._folder.name)
 
     @property
-    def living(self) -> list[Child]:
+    def alive(self) -> list[Child]:
         """Those that have not ended."""
         return [child for child in self if child.exit_code is None]
 
@@ -297,7 +297,7 @@ class Supervisor:
     def receive(self, timeout: float | None = None) -> list[tuple[Child, Any]]:
         """Wait until a message arrives or a child ends, and return the messages. Failures do not raise here."""
         channels = {child.channel: child for child in self if not child.channel.closed}
-        sentinels = {child.process.sentinel: child for child in self.living}
+        sentinels = {child.process.sentinel: child for child in self.alive}
         if not channels and not sentinels:
             return []
         ready = connection.wait([*channels, *sentinels], None if timeout is None else max(0.0, timeout))
@@ -356,18 +356,18 @@ class Supervisor:
     def _receive_until(self, seconds: float, settled: Callable[[Child], bool]) -> list[tuple[Child, Any]]:
         messages: list[tuple[Child, Any]] = []
         deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and not all(map(settled, self.living)):
+        while time.monotonic() < deadline and not all(map(settled, self.alive)):
             messages += self.receive(deadline - time.monotonic())
         return messages
 
     def end(self) -> None:
         """End all children and wait for them: release those that have an outcome, SIGTERM for others, then SIGKILL."""
-        for child in self.living:
+        for child in self.alive:
             child.release()
             if child.outcome is None:
                 child.signal(signal.SIGTERM if self._grace else signal.SIGKILL)
         deadline = time.monotonic() + self._grace
-        for child in self.living:
+        for child in self.alive:
             child.process.join(max(0.0, deadline - time.monotonic()))
             if child.process.exitcode is None:
                 child.signal(signal.SIGKILL)

@@ -105,7 +105,7 @@ def slow_down(injection: Injection) -> None:
 
 
 def corrupt(injection: Injection) -> None:
-    """A bit of a packet is flipped on its way: nobody applies the step, unless the packet says it twice."""
+    """A bit of a packet is flipped on its way: no rank applies the step, unless the packet is sent twice."""
     victims = injection.choose(1)
     injection.inflict(victims)
     victims[0].send(f"corrupt {injection.random.random()}")

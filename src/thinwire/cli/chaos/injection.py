@@ -55,14 +55,14 @@ class Injection:
 
     def begin_again(self) -> None:
         """Restart the clock."""
-        for rank in self.attempt.living:
+        for rank in self.attempt.alive:
             rank.begin_to_count()
         self._since = time.monotonic()
 
     def _in_time(self) -> bool:
         """Whether ranks may still take their time: for as long as is agreed, and as they have waited for a core."""
         late = time.monotonic() - self._since - self.timeout - GRACE_SECONDS
-        return late < 0 or late < max((rank.starved() for rank in self.attempt.living), default=0.0)
+        return late < 0 or late < max((rank.starved() for rank in self.attempt.alive), default=0.0)
 
     def wait(self, seconds: float) -> None:
         """Let time pass, unless something goes wrong."""
@@ -157,7 +157,7 @@ class Injection:
         self.begin_again()
         for rank in self.ranks:
             rank.dismiss()
-        while self.attempt.living and self._in_time():
+        while self.attempt.alive and self._in_time():
             self.attempt.receive(_BLINK)
         for rank in self.ranks:
             self._judge(rank, (), any_error=False)
@@ -168,7 +168,7 @@ class Injection:
         self.fault.restarted = True
         # If a rank has failed, the others are about to notice.
         self.begin_again()
-        while self.attempt.failed and self.attempt.living and self._in_time():
+        while self.attempt.failed and self.attempt.alive and self._in_time():
             self.attempt.receive(_BLINK)
         failed = [rank for rank in self.ranks if rank.raised is not None or rank.exit_code is not None]
         for rank in failed:

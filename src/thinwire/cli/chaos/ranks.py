@@ -188,7 +188,7 @@ class Attempt:
         self._children.__exit__(kind, error, trace)
 
     @property
-    def living(self) -> list[Rank]:
+    def alive(self) -> list[Rank]:
         """Those that have not ended."""
         return [rank for rank in self.ranks if rank.exit_code is None]
 

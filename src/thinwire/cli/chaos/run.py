@@ -26,7 +26,7 @@ _PAUSE_SECONDS = (0.0, 1.0)
 _PAUSE_SECONDS_AT_START = (0.0, 0.3)
 # Then an episode may come to its end, and it is another optimizer's turn.
 _MOST_FAULTS = 6
-# An episode is given up when it has failed so often in a row although nobody did anything to it.
+# An episode is abandoned after so many failures in a row without a fault.
 _MOST_FAILURES = 3
 
 

@@ -1,4 +1,4 @@
-"""`thinwire selftest`: one command for somebody with a machine that nobody else has, and a report for an issue."""
+"""`thinwire selftest`: checks the laws on this machine and writes a report to attach to an issue."""
 
 from __future__ import annotations
 

@@ -220,7 +220,7 @@ def _draw_bytes(rows: Sequence[StepResult], methods: Sequence[str]) -> Callable[
         axes.xaxis.set_major_locator(LogLocator(base=1000))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: words.short_byte_count(value)))
         axes.xaxis.set_minor_locator(NullLocator())
-        axes.set_xlabel("bytes a step and host")
+        axes.set_xlabel("bytes per step and host")
 
     return draw
 
@@ -343,7 +343,7 @@ def svg(model: str, section: Section, panel: Panel) -> str:
 
 def _for_the_page(drawn: str, label: str) -> str:
     drawn = drawn[drawn.index("<svg") :]
-    # An id that nobody refers to is a number that all drawings count from one.
+    # matplotlib numbers ids from one in every drawing; no element refers to them.
     referred = {name for tag in _TAG.findall(drawn) for name in re.findall(r"#([\w-]+)", tag)}
 
     def adapted(tag: str) -> str:

@@ -1,4 +1,4 @@
-"""Values of a JSON file that somebody else may have written, checked one by one: an error names the field."""
+"""Values of an untrusted JSON file, checked one by one: an error names the field."""
 
 from __future__ import annotations
 

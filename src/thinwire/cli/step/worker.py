@@ -25,7 +25,7 @@ from thinwire.cli.step.models import MODELS
 from thinwire.metrics import Metrics
 from thinwire.optimizers.optimizer import WireOptimizer
 
-# DDP arranges its buckets anew after the first, attach overlaps from the second; PowerSGD and ours whose warm-up is not
+# DDP rebuilds its buckets after the first, attach overlaps from the second; PowerSGD and ours whose warm-up is not
 # what is measured (`thinwire.cli.stages`) compress from the third.
 WARM_UP_STEPS = 4
 COMPUTE_PROBES = 4

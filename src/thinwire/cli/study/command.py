@@ -110,7 +110,7 @@ def _run_all(
     with Progress(*columns, console=console) as progress, Supervisor() as searches:
         whole = progress.add_task("runs", total=sum(totals.values()))
         while waiting or not searches.finished:
-            while waiting and len(searches.living) < jobs:
+            while waiting and len(searches.alive) < jobs:
                 t, m = waiting.popleft()
                 searches.start(_search, output, known[t], m, processes, name=f"the search {t}: {m}")
             for _, news in searches.messages():
@@ -120,7 +120,7 @@ def _run_all(
                 done[pair] = news.runs
                 progress.update(bars[pair], completed=news.steps, visible=news.runs < totals[pair])
                 progress.update(whole, completed=sum(done.values()))
-            for search in searches.living:
+            for search in searches.alive:
                 if isinstance(search.outcome, Returned):
                     search.release()
 

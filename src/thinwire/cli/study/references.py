@@ -1,4 +1,4 @@
-"""What the study compares with: optimizers of whole gradients, and one of somebody else's bits."""
+"""What the study compares with: optimizers of the exact mean gradient, and the paper's Distributed Lion."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.optim.optimizer import ParamsT
 from thinwire.transport.peers import Peers
 
 
-def _everybodys(tensors: list[Tensor]) -> list[list[Tensor]]:
-    """For each tensor, all workers'. By the slow path: nobody measures time here."""
+def _of_all_workers(tensors: list[Tensor]) -> list[list[Tensor]]:
+    """For each tensor, those of all workers, by the slow path: time is not measured here."""
     return [list(of_workers) for of_workers in zip(*Peers.of(None).gather(tensors), strict=True)]
 
 
@@ -21,7 +21,7 @@ def average_gradients(parameters: list[nn.Parameter]) -> None:
     """Give every worker the mean of all, as DDP does."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     assert len(gradients) == len(parameters), "models of the study use all their parameters"
-    for p, of_workers in zip(parameters, _everybodys(gradients), strict=True):
+    for p, of_workers in zip(parameters, _of_all_workers(gradients), strict=True):
         p.grad = torch.stack(of_workers).mean(0)  # a new tensor: others may not have read the old one yet
 
 
@@ -73,6 +73,6 @@ class DistributedLion(torch.optim.Optimizer):
                 m = self.state[p].setdefault("m", torch.zeros_like(p))
                 ballots.append(torch.sign(beta1 * m + (1 - beta1) * p.grad))
                 m.mul_(beta2).add_(p.grad, alpha=1 - beta2)
-            for p, of_workers in zip(group["params"], _everybodys(ballots), strict=True):
+            for p, of_workers in zip(group["params"], _of_all_workers(ballots), strict=True):
                 p.mul_(1 - group["lr"] * group["weight_decay"])
                 p.sub_(torch.stack(of_workers).sum(0).sign_(), alpha=group["lr"])

@@ -37,7 +37,7 @@ def write(console: Console, directory: Path, tasks: Sequence[Task], methods: Seq
 
 
 def rates(by_task: Sequence[Sequence[Summary]]) -> str:
-    """Everybody's learning rates beside AdamW's, task by task: what one who comes from AdamW begins with."""
+    """The learning rates of all methods relative to AdamW's, task by task: where to start when migrating from AdamW."""
     compared = [(found[0].task, adamw, found) for found in by_task if (adamw := reference(found)) is not None]
     rows = []
     for method in METHODS.values():

@@ -1,7 +1,7 @@
 """The same budget for everybody: four learning rates, two other betas, another decay; then fresh seeds.
 
 Only AdamW, with which all are compared, and the flagship may try more betas, and three more rates with the best of
-them: nobody shall win against a straw man.
+them: no method wins against a badly tuned one.
 """
 
 from __future__ import annotations

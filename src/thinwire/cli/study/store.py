@@ -38,7 +38,7 @@ class Store:
         return next((r for r in self.results if r.setting == setting and r.seed == seed), None)
 
     def add(self, result: Result) -> None:
-        """Keep a result; whoever reads the file meanwhile has the old one or the new one."""
+        """Keep a result. A reader sees the old file or the new one."""
         assert self._definition["data"] is not None, "results belong to data"
         self.results.append(result)
         lines = ",\n".join(f"  {json.dumps(each.to_json(), allow_nan=False)}" for each in self.results)

@@ -151,7 +151,7 @@ class FineTuningTask(TextTask):
 
 @functools.lru_cache(maxsize=1)
 def _pretrained(task: FineTuningTask) -> dict[str, Tensor]:
-    """The same whoever asks, in whatever process: it has a seed of its own, and leaves torch's random numbers alone."""
+    """Equal in all processes: it has a seed of its own, and does not change torch's random numbers."""
     corpus = _halves(_corpus(task.sources.text, task.shape.context))[0]
     steps, context = task.pretraining_steps, task.shape.context
     with torch.random.fork_rng(devices=[]):
