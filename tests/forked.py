@@ -28,6 +28,7 @@ from thinwire.testbed.supervisor import Child, Supervisor
 
 START_SECONDS = 60.0
 """Within which all ranks of a run must have started."""
+SECONDS_BETWEEN_LOOKS = 0.5
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,8 @@ def run_to_the_end(runs: Sequence[Run], at_once: int = 24) -> list[list[Ended]]:
                 running.append(run)
                 continue
             nearest = min(run.deadline for run in running)
-            reports = children.receive(nearest - time.monotonic())
+            # Not longer: a rank that stops itself after all others have ended causes no event.
+            reports = children.receive(min(nearest - time.monotonic(), SECONDS_BETWEEN_LOOKS))
             for run in running:
                 run.reports |= {child.pid: report for child, report in reports if child in run.ranks}
                 run.look_after()
@@ -86,7 +88,7 @@ class _Running:
 
     def __init__(self, children: Supervisor, run: Run, directory: Path) -> None:
         directory.mkdir()
-        self._run, self._continued = run, False
+        self._run = run
         self.deadline = time.monotonic() + run.deadline
         """When to look after it although nothing has happened."""
         self.ranks = [
@@ -103,8 +105,8 @@ class _Running:
     def look_after(self) -> None:
         """Continue the rank that has stopped, if it is time, and end what takes too long."""
         stopped = None if self._run.stops is None else self.ranks[self._run.stops]
-        if self.alive == [stopped] and not self._continued:
-            self._continued = True
+        if self.alive == [stopped]:
+            # Every time: the last of the others may have ended just before this rank stops itself.
             self.alive[0].signal(signal.SIGCONT)
         if time.monotonic() > self.deadline:
             for rank in self.alive:

@@ -31,6 +31,8 @@ Downlink = Literal["majority", "votes"]
 
 _EPS = 1e-12
 """A coordinate whose update is at most this no longer has gradients and becomes inactive."""
+_CHUNK = 1 << 15
+"""Elements that are updated at a time, so that temporaries stay in the cache."""
 
 
 class DistributedLion(WireOptimizer):
@@ -188,12 +190,21 @@ class DistributedLionRule(UpdateRule):
 
     def _absorb(self, grad: Tensor, here: slice, betas: tuple[float, float], scale: Scale) -> bool:
         """Update Lion's two averages, except where the gradient is not finite; whether that was so anywhere."""
-        (beta1, beta2), m = betas, self._m[here]
-        g = grad.to(torch.float32) * scale
-        finite = g.abs() <= SQUARABLE
-        self._update[here] = torch.where(finite, m * beta1 + g * (1.0 - beta1), self._update[here])
-        self._m[here] = torch.where(finite, m * beta2 + g * (1.0 - beta2), m)
-        return not bool(finite.all())
+        (beta1, beta2), nonfinite = betas, False
+        chunks = (values.split(_CHUNK) for values in (grad, self._m[here], self._update[here]))
+        for gradient, m, update in zip(*chunks, strict=True):
+            g = gradient.to(torch.float32) * scale
+            finite = g.abs() <= SQUARABLE
+            if bool(finite.all()):
+                torch.mul(m, beta1, out=update)
+                update += g * (1.0 - beta1)
+                m *= beta2
+                m += g * (1.0 - beta2)
+            else:
+                nonfinite = True
+                update.copy_(torch.where(finite, m * beta1 + g * (1.0 - beta1), update))
+                m.copy_(torch.where(finite, m * beta2 + g * (1.0 - beta2), m))
+        return nonfinite
 
     def settle(self, flags: int) -> int:
         """See `UpdateRule`."""
