@@ -35,19 +35,17 @@ bench: $(installed) ## measure the kernels, and the exchange between 4 local ran
 
 # The short suite draws the same random inputs every time: a commit that passed once passes again. Lint and sanitize use
 # one core each, so they run side by side.
-test: ## what every commit must pass, in 10 minutes: lint, types, imports, memory errors, short tests
+test: ## what every commit must pass: lint, types, imports, memory errors, short tests
 	+$(MAKE) --jobs=2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) lint sanitize \
 	  short='$(not_long)' fuzz_inputs=500
 	$(bin)/pytest --numprocesses $(JOBS) $(not_long) $(ARGS)
 
-test-all: lint sanitize ## what a release must pass, in an hour: also all instruction sets, world sizes, grids, long fuzzing
+test-all: lint sanitize ## what a release must pass: also all instruction sets, world sizes, grids, long fuzzing
 	$(bin)/pytest --numprocesses $(JOBS) $(ARGS)
 	$(bin)/python -m tests.fuzz --inputs 50000
 
 # The tests of what thinwire takes from torch.distributed and DDP, with another torch: make test-torch VERSION=2.6.0
-# The oldest torch of the metadata, 2.6.0, is on PyPI with CUDA only: 0.8 GB, and 2.5 GB of packages that it needs. Where
-# https://download.pytorch.org/whl/cpu is in reach, ask for the CPU build instead:
-# make test-torch VERSION=2.6.0 PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+# The oldest torch of the metadata, 2.6.0, brings 3 GB of CUDA packages unless pip is configured to find a CPU build.
 VERSION ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 torch_venv := .venv-torch-$(VERSION)
 torch_tests := tests/conformance tests/distributed/test_ddp.py tests/distributed/test_amp.py \
