@@ -44,9 +44,15 @@ EXCHANGING = {
     "a connection inside the node",
     "gradients of the node",
     "answers of the node",
+    "gradients and answers to be taken in the node",
     "the commit round",
 }
-OF_NO_BUCKET = {"a connection", "a connection inside the node", "the commit round"}
+OF_NO_BUCKET = {
+    "a connection",
+    "a connection inside the node",
+    "gradients and answers to be taken in the node",
+    "the commit round",
+}
 OF_ALL_RANKS = {"the agreement of all ranks", "connections between ranks", "the checksums of replicas"}
 
 

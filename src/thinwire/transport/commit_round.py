@@ -78,6 +78,8 @@ class LaneCommitRound(CommitRound):
         self._packets = [[Packet(copy) for copy in row.view(_COPIES, -1)] for row in self._rows]
         self._tag = buffers.commit_tag
         self._due: Pending = []
+        self._sent: Pending = []
+        """Complete when the other members take part in the next exchange; see `complete`."""
 
     def post_receives(self) -> None:
         """Post the receives for the packets of the other members."""
@@ -89,13 +91,14 @@ class LaneCommitRound(CommitRound):
         Raises:
             CorruptPacket: both copies of a member's packet are damaged.
         """
+        with waiting_for(STAGE, step):
+            complete(self._sent)
         flags = packet.REFUSED if refusal is not None else 0
         for copy in self._packets[self._own]:
             self._header(step, self._own, flags).seal(copy, self._kernels)
         with waiting_for(STAGE, step):
-            sent = self._messages.send_to_all(self._rows[self._own], self._tag)
+            self._sent = self._messages.send_to_all(self._rows[self._own], self._tag)
             complete(self._due)
-            complete(sent)
         for member, rank in enumerate(self._ranks):
             try:
                 received = self._check(step, member)

@@ -156,8 +156,6 @@ class LaneTransport(Transport):
                 complete(endpoint.answers_due[index])
             with waiting_for("packets to be taken", step, index):
                 complete(endpoint.packets_sent[index])
-            with waiting_for("answers to be taken", step, index):
-                complete(endpoint.answers_sent[index])
         if endpoint.messages.connected:
             self._count(2, (len(endpoint.ranks) - 1) * (frame.sent.shape[1] + frame.answers.shape[1]))
         if endpoint.node is not None:
@@ -194,6 +192,10 @@ class LaneTransport(Transport):
         if endpoint.messages.connected:
             with self.meter.answers:
                 self._refusal = endpoint.commit_round.run(step, self._refusal)
+                # Not before the commit round: see `complete`.
+                for index, sent in enumerate(endpoint.answers_sent):
+                    with waiting_for("answers to be taken", step, index):
+                        complete(sent)
             self._count(1, endpoint.commit_round.bytes_sent)
         if endpoint.node is not None:
             self._refusal = endpoint.node.commit(step, self._refusal)

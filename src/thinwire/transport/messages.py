@@ -112,6 +112,10 @@ class Messages:
 def complete(pending: Pending) -> None:
     """Wait for messages, and remove them from the list.
 
+    Wait for a send only when its receiver has answered with a message that it sends after it took this one. A send that
+    meets a connection closed by the receiver stays in gloo's queue: gloo tells all receives of that connection, but not
+    the sends in the queue (`Pair::signalException`), and such a wait ends with the timeout of the group only.
+
     Raises:
         MessagesFailed: naming the ranks whose messages are not complete within the group's timeout.
     """

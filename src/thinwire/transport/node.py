@@ -26,7 +26,7 @@ from thinwire.transport.commit_round import LaneCommitRound, StreamCommitRound
 from thinwire.transport.connections import Connection
 from thinwire.transport.layout import Bucket, Slot
 from thinwire.transport.memory import memory_of
-from thinwire.transport.messages import Messages, complete, waiting_for
+from thinwire.transport.messages import Messages, Pending, complete, waiting_for
 from thinwire.transport.packet import HEADER_BYTES, REFUSED, DeviceHeaders, Packet
 
 _ALIGNMENT = 64
@@ -134,6 +134,8 @@ class LaneNode(Node):
         super().__init__(channel, kernels, meter)
         self._messages = Messages(connection, self._own, self._ranks)
         self._commit_round = LaneCommitRound(self._messages, self._ranks, self._own, channel.buffers, kernels)
+        self._sent: list[Pending] = []
+        """Of this exchange. All members have taken them when they commit; see `complete`."""
         self._staged_memory = memory_of(self._staged)
         self._received_memory = memory_of(self._received)
         self._staged_packets = [[Packet(row) for row in rows.staged] for rows in self._rows]
@@ -152,10 +154,9 @@ class LaneNode(Node):
             header.seal(self._staged_packets[index][row], self._kernels)
         with self._meter.scatter, waiting_for("gradients of the node", bucket.step, index):
             due = self._messages.receive(rows.received, tag)
-            sent = self._messages.send(rows.staged, tag)
+            self._sent.append(self._messages.send(rows.staged, tag))
             rows.received[self._own] = rows.staged[self._own]
             complete(due)
-            complete(sent)
         for row, sender in enumerate(self._ranks):
             try:
                 header = bucket.header(rows.received, sender)
@@ -172,9 +173,8 @@ class LaneNode(Node):
         blocks = bucket.frame.answers.view(len(self._ranks), -1)
         with self._meter.share, waiting_for("answers of the node", bucket.step, index):
             due = self._messages.receive(blocks, tag)
-            sent = self._messages.send_to_all(blocks[self._own], tag)
+            self._sent.append(self._messages.send_to_all(blocks[self._own], tag))
             complete(due)
-            complete(sent)
         size = self._rows[index].staged.shape[1] + blocks.shape[1]
         self._meter.node_bytes_sent += (len(self._ranks) - 1) * size
 
@@ -184,6 +184,10 @@ class LaneNode(Node):
             with waiting_for("a connection inside the node", step):
                 self._commit_round.post_receives()
             refusal = self._commit_round.run(step, refusal)
+            with waiting_for("gradients and answers to be taken in the node", step):
+                for sent in self._sent:
+                    complete(sent)
+                self._sent.clear()
         self._meter.node_bytes_sent += self._commit_round.bytes_sent
         return refusal
 
