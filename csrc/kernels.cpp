@@ -14,6 +14,7 @@
 #include "dense.inc"
 #include "lamb.inc"
 #include "markov.inc"
+#include "quantize.inc"
 #include "sign.inc"
 #include "top_k.inc"
 #include "vote.inc"

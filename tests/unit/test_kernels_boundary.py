@@ -42,9 +42,9 @@ GIVES_LENGTH = {
 
 def accepted(operation: str, name: str, case: dict[str, Any]) -> tuple[torch.dtype, ...]:
     """The dtypes that an argument can have."""
-    if name == "grad":
+    if name == "grad" or (operation, name) == ("quantize_decode", "out"):
         return FLOATS
-    if name in ("b", "c", "y", "state") and operation != "markov_difference":
+    if name in ("b", "c", "y", "state", "residual") and operation != "markov_difference":
         return (torch.float32, torch.bfloat16)
     if (operation, name) == ("mean", "rows"):
         return (torch.float32, torch.bfloat16)

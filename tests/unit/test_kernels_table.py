@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit import markov_cases, sign_cases
+from tests.unit import markov_cases, quantize_cases, sign_cases
 from tests.unit import test_kernels as flat
 from tests.unit import test_kernels_node as node
 from tests.unit.kernel_cases import (
@@ -55,6 +55,7 @@ SMALL_CASES: dict[str, dict[str, Any]] = {
     "dense_apply": node.dense_case(100, seed=0),
     **sign_cases.a_case_of_each(100, 1),
     **markov_cases.a_case_of_each(100),
+    **quantize_cases.a_case_of_each(100),
     "crc32c": crc_case(100, seed=0),
     "shard_scale": {
         "sums": guarded(torch.rand(5, 3, dtype=torch.float64, generator=random(0))),

@@ -178,3 +178,16 @@ def test_the_owners_draws_are_independent(kernels: Kernels, workers: int) -> Non
         signs = sampled_signs(kernels, 0.0, worker=worker)
         z = float(((first - mean) * signs).sum() / math.sqrt((1 - mean**2) * SIZE))
         assert abs(z) <= SIGMAS, f"the owner's draw and worker {worker}'s correlate: z = {z:.1f}"
+
+
+@pytest.mark.parametrize("count", [0, 1, 1000, 2**16, 2**16 + 3])
+@pytest.mark.parametrize("first", [0, 77, 2**31 - 2**17])
+@pytest.mark.parametrize("key", [0, 2**63 + 12345, 2**64 - 1])
+def test_draws_of_a_range_are_those_of_draw(key: int, first: int, count: int) -> None:
+    """To the bit; and fractions are their upper 24 bits."""
+    cpu, last = torch.device("cpu"), first + count
+    drawn = rng.draw(key, torch.arange(first, last))
+    ranged = rng.draw_range(key, first, last, cpu)
+    assert ranged.dtype == torch.int32
+    assert torch.equal(ranged.to(torch.int64) & 0xFFFFFFFF, drawn)
+    assert torch.equal(rng.fractions(key, first, last, cpu).double(), (drawn >> 8).double() / 2**24)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.unit.formulas import Places
-from tests.unit.kernel_cases import WORD, each_grad, each_low, hard_gradient, random
+from tests.unit.kernel_cases import WORD, copy_of, each_grad, each_low, hard_gradient, random
 from tests.unit.markov_cases import (
     amsgrad_case,
     each_activity,
@@ -27,7 +27,6 @@ from tests.unit.test_triton_sign import (
     arithmetic,
     assert_closed,
     assert_same_memory,
-    copy_of,
     each_scale,
     on_triton,
     same_on_triton,

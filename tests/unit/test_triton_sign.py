@@ -18,6 +18,7 @@ from tests.unit.kernel_cases import (
     REFERENCE,
     WORD,
     allocation,
+    copy_of,
     each_grad,
     each_low,
     each_state,
@@ -35,6 +36,7 @@ from tests.unit.sign_cases import (
     step_apply_case,
 )
 from thinwire.kernels.modes import Gate, Output
+from thinwire.kernels.ops import FINDING
 
 pytest.importorskip("triton")
 arithmetic = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
@@ -46,7 +48,6 @@ TAILS = (1, 63, 64, 65, TILE, TILE + 1, 2 * TILE + 321)
 OTHERS = 0b1010
 """Bits that other kernels have raised."""
 
-FINDING = {"sign_encode", "momentum_encode", "markov_encode", "markov_difference", "momentum_sum"}
 each_output = pytest.mark.parametrize("output", list(Output), ids=["nothing", "signs", "floats"])
 each_anchor = pytest.mark.parametrize("anchored", [False, True], ids=["", "anchored"])
 each_momentum = pytest.mark.parametrize("with_momentum", [False, True], ids=["", "momentum"])
@@ -55,15 +56,6 @@ each_scale = pytest.mark.parametrize("on_device", [False, True], ids=["float", "
 
 def triton_kernel(operation: str) -> Any:
     return getattr(importlib.import_module("thinwire.kernels.triton"), operation)
-
-
-def copy_of(argument: Any) -> Any:
-    """A copy of a tensor, and of all the memory that it lies in."""
-    if not isinstance(argument, Tensor):
-        return argument
-    storage = argument.untyped_storage().clone()
-    copy = torch.empty(0, dtype=argument.dtype)
-    return copy.set_(storage, argument.storage_offset(), argument.shape, argument.stride())
 
 
 def on_triton(operation: str, case: dict[str, Any], *, gate: Gate | None = None, scale_on_device: bool = False) -> Any:

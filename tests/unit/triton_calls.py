@@ -19,6 +19,7 @@ from tests.unit.markov_cases import (
     markov_merge_case,
     momentum_sum_case,
 )
+from tests.unit.quantize_cases import FORMATS, quantize_decode_case, quantize_encode_case, quantize_merge_case
 from tests.unit.sign_cases import (
     adam_case,
     dense_encode_case,
@@ -63,6 +64,7 @@ def _finding() -> Iterator[Call]:
         of: dict[str, Any] = {"grad_dtype": dtype, "state_dtype": dtype}
         yield "birder_encode", encode_case(**AT, **of)
         yield "sign_encode", sign_encode_case(**AT, **of)
+        yield "quantize_encode", quantize_encode_case(**AT, **of, stochastic=dtype is BF16)
         yield "momentum_encode", momentum_encode_case(**AT, **of, output=Output.SIGNS)
         yield "markov_encode", markov_encode_case(**AT, grad_dtype=dtype, momentum=dtype is BF16)
     of = {"grad_dtype": BF16, "state_dtype": FP32}
@@ -136,6 +138,8 @@ def _merging() -> Iterator[Call]:
     yield "activity_refresh", activity_refresh_case(300, 4, 0, 256, 7, 3, FP32)
     yield "mean", node.mean_case(4, 5000, seed=3, dtype=BF16)
     yield "markov_merge", markov_merge_case(**AT, workers=4)
+    yield "quantize_merge", quantize_merge_case(**AT, workers=4)
+    yield "quantize_decode", quantize_decode_case(**AT)
     for workers, active in ((4, None), (33, "some")):
         yield "vote_bit", flat.vote_case(workers, 300, active, 3, signal=active is not None)
     yield "vote_majority", flat.majority_case(4, 300, "some", 3)
@@ -147,6 +151,9 @@ def _merging() -> Iterator[Call]:
 
 
 def _merging_more() -> Iterator[Call]:
+    for form in FORMATS:
+        yield "quantize_merge", quantize_merge_case(**AT, **form)
+        yield "quantize_decode", quantize_decode_case(**AT, **form, out_dtype=BF16)
     yield "activity_refresh", activity_refresh_case(300, 4, 0, 256, 7, 3, BF16)
     yield "mean", node.mean_case(4, 5000, seed=3, dtype=FP32)
     for workers in (1, 2, 4, 8, 16, 64, 128):

@@ -38,6 +38,11 @@ def words_of(count: int) -> int:
     return -(-count // WORD)
 
 
+def quantized_word_bytes(bits: int, block: int) -> int:
+    """The bytes of a word of quantised elements: a bfloat16 scale per block, and a code of `bits` per element."""
+    return 2 * (WORD // block) + 8 * bits
+
+
 # Tables --------------------------------------------------------------------------------------------------------------
 
 
@@ -49,6 +54,7 @@ class Bounds:
 
     __slots__ = (
         "_bits",
+        "_packed",
         "_rows",
         "elements",
         "first",
@@ -67,6 +73,7 @@ class Bounds:
     def __init__(self, kernel: str, runs: Tensor) -> None:
         self._rows = _rows_of(kernel, "runs", runs, _RUN_FIELDS)
         self._bits: dict[int, int] = {}
+        self._packed: dict[int, int] = {}
         self.pointer, self.version = runs.data_ptr(), -1
         self.rows = len(self._rows)
         self.table = (self.pointer, self.rows)
@@ -94,6 +101,13 @@ class Bounds:
             ends = [byte + (planes - 1) * apart + 8 * words_of(n) for _, _, n, byte, apart, _ in self._rows if n]
             self._bits[planes] = max(ends, default=0)
         return self._bits[planes]
+
+    def packed(self, word_bytes: int) -> int:
+        """Where words of `word_bytes` bytes end in a packet."""
+        if word_bytes not in self._packed:
+            ends = [byte + word_bytes * words_of(n) for _, _, n, byte, _, _ in self._rows if n]
+            self._packed[word_bytes] = max(ends, default=0)
+        return self._packed[word_bytes]
 
 
 class Ranges:

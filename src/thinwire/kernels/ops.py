@@ -48,6 +48,9 @@ class Kernels:
     lamb_measure: Callable[..., None]
     lamb_apply: Callable[..., None]
     onebit_lamb_measure: Callable[..., None]
+    quantize_encode: Callable[..., bool | None]
+    quantize_merge: Callable[..., None]
+    quantize_decode: Callable[..., None]
     markov_encode: Callable[..., bool | None]
     markov_merge: Callable[..., None]
     markov_difference: Callable[..., bool | None]
@@ -93,6 +96,7 @@ FINDING = (
     "birder_direction",
     "dense_encode",
     "sign_encode",
+    "quantize_encode",
     "momentum_encode",
     "markov_encode",
     "markov_difference",

@@ -15,6 +15,8 @@ _U32 = (1 << 32) - 1
 WORKER_STREAM = 0
 OWNER_STREAM = 1
 HASH_STREAM = 2
+SHARED_STREAM = 3
+"""Of numbers that all ranks draw alike."""
 
 HASH_PRIME = 2**31 - 1
 """The modulus of the polynomials that hash elements for count sketches."""
@@ -62,6 +64,43 @@ def draw(key: int, counters: Tensor) -> Tensor:
     return out
 
 
+_CHUNK = 1 << 16
+"""The number of draws at a time that fit the cache."""
+
+
+def draw_range(key: int, first: int, last: int, device: torch.device) -> Tensor:
+    """`draw` for the counters from `first` to `last` - 1, which are below 2**31, as int32 with the same bits."""
+    k = splitmix(key)
+    count = last - first
+    out = torch.arange(first, last, dtype=torch.int32, device=device)
+    shifted = torch.empty(min(count, _CHUNK), dtype=torch.int32, device=device)
+    for x in out.split(_CHUNK):  # in place, because temporaries cost more than the arithmetic
+        room = shifted[: x.numel()]
+        x.bitwise_xor_(_signed(k & _U32))
+        _fold(x, 16, room).mul_(0x7FEB352D)
+        _fold(x, 15, room).add_(_signed(k >> 32))
+        _fold(x.mul_(_signed(0x846CA68B)), 16, room).mul_(_signed(0x9E3779B1))
+        _fold(x, 15, room)
+    return out
+
+
+def fractions(key: int, first: int, last: int, device: torch.device) -> Tensor:
+    """float32 in [0, 1) with 24 bits, for the counters from `first` to `last` - 1."""
+    bits = draw_range(key, first, last, device)
+    return bits.bitwise_right_shift_(8).bitwise_and_(0xFFFFFF).to(torch.float32).mul_(2.0**-24)
+
+
+def _signed(bits: int) -> int:
+    """32 bits as a signed number."""
+    return (bits ^ 1 << 31) - (1 << 31)
+
+
+def _fold(x: Tensor, by: int, room: Tensor) -> Tensor:
+    """x ^= x >> by, as unsigned numbers."""
+    torch.bitwise_right_shift(x, by, out=room)
+    return x.bitwise_xor_(room.bitwise_and_((1 << 32 - by) - 1))
+
+
 def _mix(x: Tensor, key_low: int, key_high: int) -> Tensor:
     x = x ^ key_low
     x = x ^ (x >> 16)
@@ -72,6 +111,11 @@ def _mix(x: Tensor, key_low: int, key_high: int) -> Tensor:
     x = x ^ (x >> 16)
     x = (x * 0x9E3779B1) & _U32
     return x ^ (x >> 15)
+
+
+def fraction(key: int, counters: Tensor) -> Tensor:
+    """float32 in [0, 1) with 24 bits, one per counter."""
+    return (draw(key, counters) >> 8).to(torch.float32) * 2.0**-24
 
 
 def uniform(key: int, counters: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from thinwire.kernels.arguments.floats import (
     step_apply,
 )
 from thinwire.kernels.arguments.packets import clear_words, crc32c, sealed, sent, shard_scale
+from thinwire.kernels.arguments.quantize import quantize_decode, quantize_encode, quantize_merge
 from thinwire.kernels.arguments.selections import sketch_add, sketch_estimate, sketch_top_k, sparse_add, top_k
 from thinwire.kernels.arguments.signs import (
     given,
@@ -65,6 +66,9 @@ __all__ = [
     "momentum_sum",
     "onebit_lamb_measure",
     "precondition",
+    "quantize_decode",
+    "quantize_encode",
+    "quantize_merge",
     "sealed",
     "sent",
     "shard_scale",

@@ -35,6 +35,7 @@ from thinwire.kernels.reference.markov import (
     markov_merge,
 )
 from thinwire.kernels.reference.packets import packet_check, packet_seal
+from thinwire.kernels.reference.quantize import quantize_decode, quantize_encode, quantize_merge
 from thinwire.kernels.reference.shards import clear_words, shard_scale
 from thinwire.kernels.reference.sign import momentum_encode, sign_apply, sign_encode, sign_merge, step_apply
 from thinwire.kernels.reference.sketch import hashes, sketch_add, sketch_estimate, sketch_top_k
@@ -67,6 +68,9 @@ __all__ = [
     "packet_check",
     "packet_seal",
     "precondition",
+    "quantize_decode",
+    "quantize_encode",
+    "quantize_merge",
     "shard_scale",
     "sign_apply",
     "sign_encode",

@@ -8,8 +8,7 @@ from torch import Tensor
 from thinwire.kernels.bounds import refuse_indices
 from thinwire.kernels.modes import LARGEST, Source
 from thinwire.kernels.reference.adam import average, average_square
-from thinwire.kernels.reference.sign import LIMIT
-from thinwire.kernels.reference.words import each_run, flat, float32, load_master, root, signed, store_master
+from thinwire.kernels.reference.words import LIMIT, each_run, flat, float32, load_master, root, signed, store_master
 
 
 def amsgrad_apply(

@@ -13,8 +13,18 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels.modes import LARGEST, MarkovMode
-from thinwire.kernels.reference.sign import LIMIT
-from thinwire.kernels.reference.words import Run, each_run, flat, float32, padded, run_sum, signed, unpack, words_at
+from thinwire.kernels.reference.words import (
+    LIMIT,
+    Run,
+    each_run,
+    flat,
+    float32,
+    padded,
+    run_sum,
+    signed,
+    unpack,
+    words_at,
+)
 
 
 def markov_encode(

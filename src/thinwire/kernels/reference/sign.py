@@ -14,15 +14,13 @@ from thinwire.kernels.reference.words import (
     each_run,
     flat,
     float32,
+    guarded,
     load_master,
     run_sum,
     signed,
     store_master,
     without_sign,
 )
-
-LIMIT = 2.0**60
-"""States stay below it, so that the sum of their squares is finite."""
 
 
 def sign_encode(
@@ -53,7 +51,7 @@ def sign_encode(
         momentum = signed(run.bits_of(answer_words), float32(beta) * answer_scales[run.shard])
         z = without_sign(here, sent_scales[run.shard]) + momentum
         if grad is not None:
-            z, bad = _guarded(z + (flat(grad)[run.of_param].to(torch.float32) * scale) * weight, z)
+            z, bad = guarded(z + (flat(grad)[run.of_param].to(torch.float32) * scale) * weight, z)
             nonfinite |= bad
         here.copy_(z)
         sums[i] = _write_signs(run, here, packets)
@@ -146,7 +144,7 @@ def momentum_encode(
         z = without_sign(c_here, sent_scales[run.shard])
         if grad is not None:
             g = flat(grad)[run.of_param].to(torch.float32) * scale
-            m_new, bad = _guarded(m_here * beta + g * weight, m_here)
+            m_new, bad = guarded(m_here * beta + g * weight, m_here)
             m_here.copy_(m_new)
             z = z + m_here * rate
             nonfinite |= bad
@@ -180,12 +178,6 @@ def step_apply(
         moved = x_here * decay - (run.floats_in(values) * rate) * p_here
         x_here.copy_(torch.where(p_here > 0, moved, x_here))
         store_master(x, low, run.of_param)
-
-
-def _guarded(new: Tensor, instead: Tensor) -> tuple[Tensor, bool]:
-    """`new`, but `instead` where it is NaN or too large; and whether there was such an element."""
-    good = new.abs() < LIMIT
-    return torch.where(good, new, instead), not bool(good.all())
 
 
 def _write_signs(run: Run, stored: Tensor, packet: Tensor) -> float:

@@ -10,6 +10,9 @@ from torch import Tensor
 
 from thinwire.kernels.bounds import is_dense
 
+LIMIT = 2.0**60
+"""States stay below it, so that the sum of their squares is finite."""
+
 
 @dataclass(frozen=True)
 class Run:
@@ -51,6 +54,10 @@ class Run:
     def floats_in(self, packet: Tensor) -> Tensor:
         """Its floats in a packet, as a view."""
         return packet.view(-1)[self.byte : self.byte + 4 * self.count].view(torch.float32)
+
+    def bytes_in(self, packet: Tensor, word_bytes: int) -> Tensor:
+        """Its words of so many bytes in a packet, a row each, as a view."""
+        return packet.view(-1)[self.byte : self.byte + self.words * word_bytes].view(self.words, word_bytes)
 
 
 def each_run(runs: Tensor) -> Iterator[Run]:
@@ -106,6 +113,12 @@ def without_sign(state: Tensor, scale: Tensor) -> Tensor:
     """The residual of a state, in float32, after its sign was sent with `scale`; the sign of a zero is positive."""
     wide = state.to(torch.float32)
     return wide - signed(wide >= 0, scale)
+
+
+def guarded(new: Tensor, instead: Tensor) -> tuple[Tensor, bool]:
+    """`new`, but `instead` where it is NaN or too large; and whether there was such an element."""
+    good = new.abs() < LIMIT
+    return torch.where(good, new, instead), not bool(good.all())
 
 
 def run_sum(values: Tensor) -> float:

@@ -16,6 +16,7 @@ from thinwire.kernels.triton.dense import dense_encode, mean
 from thinwire.kernels.triton.lamb import lamb_apply, lamb_measure, onebit_lamb_measure, square_sum
 from thinwire.kernels.triton.markov import markov_difference, markov_encode, markov_merge
 from thinwire.kernels.triton.packets import packet_check, packet_seal
+from thinwire.kernels.triton.quantize import quantize_decode, quantize_encode, quantize_merge
 from thinwire.kernels.triton.shards import clear_words, shard_scale
 from thinwire.kernels.triton.sign import momentum_encode, sign_apply, sign_encode, sign_merge, step_apply
 from thinwire.kernels.triton.votes import vote_bit, vote_count, vote_majority
@@ -43,6 +44,9 @@ __all__ = [
     "packet_check",
     "packet_seal",
     "precondition",
+    "quantize_decode",
+    "quantize_encode",
+    "quantize_merge",
     "shard_scale",
     "sign_apply",
     "sign_encode",
