@@ -37,7 +37,7 @@ def float_words(shard_words: int) -> int:
 class Mean:
     """Sends floats, and answers with their mean."""
 
-    payload = Payload(up_words=float_words, down_words=float_words, element_bits=32)
+    payload = Payload(up_words=float_words, down_words=float_words, word_bytes=256)
 
     def bind(self, buffers: PacketBuffers) -> None:
         self._sent = buffers.sent

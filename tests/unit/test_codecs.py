@@ -19,10 +19,15 @@ from tests.unit.formulas import Array, double, sign_of
 from tests.unit.kernel_cases import ON_CPU, ROOM, allocation, guarded, random
 from thinwire.compressors.all_reduce import EncodedAllReduce
 from thinwire.compressors.codecs import AddingCodec, Codec, Projection
+from thinwire.compressors.codecs.block_sign import BlockSign, FixedSign, HalfMeans
+from thinwire.compressors.codecs.chunked_topk import ChunkedTopK
 from thinwire.compressors.codecs.count_sketch import CountSketch
 from thinwire.compressors.codecs.dense import Floats
+from thinwire.compressors.codecs.levels import Levels
+from thinwire.compressors.codecs.natural import Natural
+from thinwire.compressors.codecs.randomk import RandomK
 from thinwire.compressors.codecs.sign import Sign
-from thinwire.compressors.codecs.topk import TopK
+from thinwire.compressors.codecs.topk import TopK, Union
 from thinwire.kernels.ops import BACKENDS, Kernels
 from thinwire.transport.topology import Topology
 
@@ -34,7 +39,30 @@ CODECS: dict[str, Callable[[Kernels], Codec]] = {
     "sketch": lambda kernels: CountSketch(kernels, 5, 40, seed=3),
     "sketch of an odd number of cells": lambda kernels: CountSketch(kernels, 3, 7, seed=3),
     "floats": lambda kernels: Floats(),
+    "union of sparse packets": lambda kernels: Union(kernels, 0.1, 3),
+    "union that is dense": lambda kernels: Union(kernels, 0.3, 3),
+    "random tenth": lambda kernels: RandomK(kernels, 0.1),
+    "chunks": lambda kernels: ChunkedTopK(8),
+    "levels of 2 bits": lambda kernels: Levels(1, 64, "max"),
+    "levels of 4 bits": lambda kernels: Levels(7, 96, "l2"),
+    "levels of 8 bits": lambda kernels: Levels(127, 512, "max"),
+    "powers of two": lambda kernels: Natural(),
+    "signs of blocks": lambda kernels: BlockSign(96),
+    "half means": lambda kernels: HalfMeans(96),
+    "fixed signs": lambda kernels: FixedSign(0.5),
 }
+
+CHECKED = (
+    "a tenth",
+    "all by index",
+    "union of sparse packets",
+    "chunks",
+    "levels of 2 bits",
+    "levels of 4 bits",
+    "levels of 8 bits",
+    "powers of two",
+)
+"""Codecs that do not decode all bytes. Of 20 random packets of 200 elements, each refuses some."""
 
 each_kernels = pytest.mark.parametrize("kernels", ON_CPU.values(), ids=ON_CPU)
 each_codec = pytest.mark.parametrize("name", CODECS)
@@ -186,6 +214,22 @@ def test_an_encoding_depends_on_the_vector_alone(name: str, length: int) -> None
     assert torch.equal(*decodings)
 
 
+@each_codec
+def test_an_encoding_does_not_depend_on_the_number_of_threads(name: str) -> None:
+    """200,000 elements are enough for torch to use several."""
+    values, packets, decodings = vector(200_000), [], []
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            packets.append(encoded(CODECS[name](BACKENDS["native"]), values))
+            decodings.append(decoded(CODECS[name](BACKENDS["native"]), packets[-1], values.numel()))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(*packets)
+    assert torch.equal(*decodings)
+
+
 @each_kernels
 @each_codec
 @each_length
@@ -203,10 +247,29 @@ def test_decoding_adds_what_a_packet_says_times_a_weight(name: str, length: int,
 
 
 @each_kernels
-@each_codec
+@pytest.mark.parametrize("name", [name for name in CODECS if name != "fixed signs"])
 @each_length
 def test_nothing_comes_of_zeros(name: str, length: int, kernels: Kernels) -> None:
     assert not through(CODECS[name](kernels), torch.zeros(length)).any()
+
+
+@each_kernels
+@each_codec
+def test_arbitrary_bytes_are_decoded_or_refused(name: str, kernels: Kernels) -> None:
+    """Whatever they are, nothing is written beside the values."""
+    codec = CODECS[name](kernels)
+    refused = 0
+    for seed in range(20):
+        packet = torch.randint(0, 256, (codec.nbytes(200),), generator=random(seed), dtype=torch.uint8)
+        values = guarded(vector(200))
+        try:
+            codec.decode(packet, values)
+        except ValueError:
+            assert torch.equal(values, vector(200)), "a refused packet has changed the values"
+            refused += 1
+        outside = torch.cat([allocation(values)[:ROOM], allocation(values)[ROOM + 800 :]])
+        assert bool((outside == 0xA5).all())
+    assert (refused > 0) == (name in CHECKED)
 
 
 # Law 4: what is sent, and what is left over --------------------------------------------------------------------------

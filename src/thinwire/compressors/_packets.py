@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from thinwire.compressors.codecs import Codec
 from thinwire.compressors.codecs.sign import Sign
+from thinwire.errors import CorruptPacket
 from thinwire.transport.buffers import WORD_BYTES, Frame, PacketBuffers, Payload
 from thinwire.transport.layout import WORD, Bucket, Layout
 from thinwire.transport.memory import HOST
@@ -19,9 +21,28 @@ def payload_of(codec: Codec, more_words: Callable[[int], int] = lambda _: 0) -> 
     """The size of packets, up and down, that hold a codec's bytes and `more_words(shard_words)` words after them."""
 
     def words(shard_words: int) -> int:
-        return codec.nbytes(WORD * shard_words) // WORD_BYTES + more_words(shard_words)
+        return words_of(codec, shard_words) + more_words(shard_words)
 
     return Payload(up_words=words, down_words=words)
+
+
+def words_of(codec: Codec, shard_words: int) -> int:
+    """The words of a codec's bytes for a shard."""
+    return codec.nbytes(WORD * shard_words) // WORD_BYTES
+
+
+def bytes_of(packet: Tensor, codec: Codec, length: int) -> Tensor:
+    """A codec's bytes in a packet, for a shard of `length` elements."""
+    return packet[HEADER_BYTES : HEADER_BYTES + codec.nbytes(length)]
+
+
+@contextmanager
+def naming_packet(what: str) -> Iterator[None]:
+    """Name the packet if a codec rejects its bytes. The transport reports it to all ranks."""
+    try:
+        yield
+    except ValueError as error:
+        raise CorruptPacket(f"{what}: {error}") from error
 
 
 class SignPackets:
@@ -86,9 +107,10 @@ class OwnedRuns:
     Args:
         layout: the flat space.
         node: this rank's worker.
+        word_bytes: see `Payload`.
     """
 
-    def __init__(self, layout: Layout, node: int) -> None:
+    def __init__(self, layout: Layout, node: int, word_bytes: int = WORD_BYTES) -> None:
         self.shards = layout.owned_by(node)
         self.size = layout.held_size(self.shards)
         """The number of elements in all owned shards."""
@@ -104,7 +126,7 @@ class OwnedRuns:
                 self.lengths[number] += piece.stop - piece.start
                 if piece.shard in self.shards:
                     first = bucket.start + piece.shard * bucket.shard_elements
-                    byte = HEADER_BYTES + (piece.start - first) // 8
+                    byte = HEADER_BYTES + (piece.start - first) // WORD * word_bytes
                     runs[bucket.index].append([piece.start, 0, piece.stop - piece.start, byte, 0, number])
                     self.positions[bucket.index].append(position)
         self.tables = [torch.tensor(rows, dtype=torch.int64, device=HOST).view(-1, 6) for rows in runs]

@@ -27,7 +27,7 @@ class Dense:
         kernels: the backend.
     """
 
-    payload = Payload(up_words=_float_words, down_words=_float_words, element_bits=8 * _FLOAT_BYTES, in_place=True)
+    payload = Payload(up_words=_float_words, down_words=_float_words, word_bytes=WORD * _FLOAT_BYTES, in_place=True)
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
@@ -40,6 +40,10 @@ class Dense:
     def encode(self, part: Part, grad: Tensor | None, scale: Scale, largest: float = LARGEST) -> bool | None:
         """Write a gradient times `scale`, or zeros, into the packets; whether it is not finite or exceeds `largest`."""
         return self._kernels.dense_encode(part.up_runs, grad, self.packets, scale=scale, largest=largest)
+
+    def answer_floats(self, part: Part) -> tuple[Tensor, Tensor]:
+        """The runs of a part, and the bytes into which they point for the floats of its answer."""
+        return part.down_runs, self.packets
 
     def seal(self, frame: Frame) -> None:
         """See `Compressor`."""

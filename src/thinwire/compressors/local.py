@@ -10,7 +10,7 @@ from thinwire.kernels.modes import Output
 from thinwire.transport.buffers import Frame, PacketBuffers, Part, Payload
 from thinwire.transport.state import State
 
-NO_PAYLOAD = Payload(up_words=lambda _: 0, down_words=lambda _: 0, element_bits=0, in_place=True)
+NO_PAYLOAD = Payload(up_words=lambda _: 0, down_words=lambda _: 0, word_bytes=0, in_place=True)
 
 
 class LocalMomentum:
@@ -56,4 +56,4 @@ class NodeMomentum(Dense):
 
     def momentum(self, part: Part) -> tuple[Tensor, Tensor]:
         """The runs of a part, and the bytes into which they point for its momentum."""
-        return part.down_runs, self.packets
+        return self.answer_floats(part)

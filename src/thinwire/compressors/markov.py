@@ -8,19 +8,17 @@ part of the next difference.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from thinwire.compressors import _bits as bits
 from thinwire.compressors._bits import words_for
-from thinwire.compressors._packets import OwnedRuns, SignPackets, payload_of
-from thinwire.compressors.codecs import Codec, Projection
+from thinwire.compressors._lost_share import LostShare
+from thinwire.compressors._packets import OwnedRuns, SignPackets, bytes_of, naming_packet, payload_of
+from thinwire.compressors.codecs import Projection
 from thinwire.compressors.codecs.sign import Sign, add_signs
-from thinwire.errors import CorruptPacket
 from thinwire.kernels.modes import MarkovMode, Scale
 from thinwire.kernels.ops import Kernels
 from thinwire.transport.buffers import WORD_BYTES, Frame, PacketBuffers, Part
@@ -28,21 +26,6 @@ from thinwire.transport.layout import WORD, Bucket, Layout
 from thinwire.transport.memory import untouched_zeros
 from thinwire.transport.packet import HEADER_BYTES
 from thinwire.transport.state import State
-
-
-class _LostShare:
-    """The fraction of the squared norm that encodings left out."""
-
-    def __init__(self, parts: int) -> None:
-        self._wanted = [0.0] * parts
-        self._left_out = [0.0] * parts
-
-    def note(self, part: int, wanted: float, left_out: float) -> None:
-        self._wanted[part], self._left_out[part] = wanted, max(left_out, 0.0)
-
-    def read(self) -> float:
-        wanted = math.fsum(self._wanted)
-        return math.fsum(self._left_out) / wanted if wanted > 0 else math.nan
 
 
 class Markov:
@@ -69,7 +52,7 @@ class Markov:
         self._answer = torch.zeros(
             max((b.shard_elements for b in layout.buckets), default=0), dtype=torch.float32, device=layout.device
         )
-        self._lost = _LostShare(layout.shards)
+        self._lost = LostShare(layout.shards)
         self.payload = payload_of(self._up)
 
     def bind(self, buffers: PacketBuffers) -> None:
@@ -96,7 +79,7 @@ class Markov:
         first = bucket.own_start - bucket.state_shift
         for row, shard in enumerate(bucket.own_shards):
             here = slice(first + row * length, first + (row + 1) * length)
-            difference, packet = self._difference[here], _payload(frame.sent[row], self._up, length)
+            difference, packet = self._difference[here], bytes_of(frame.sent[row], self._up, length)
             wanted = float(self._kernels.square_sum(difference))
             self._up.encode(difference, packet)
             self._up.decode(packet, self.known[here])
@@ -110,10 +93,10 @@ class Markov:
         shift = bucket.shift_of(self._owned.shards)
         mean = self.mean[first - shift : first - shift + length]
         for worker, packet in enumerate(frame.received):
-            with _naming_packet(f"the packet of worker {worker} for bucket {bucket.index}"):
-                self._down.decode(_payload(packet, self._down, length), mean, 1.0 / frame.received.shape[0])
+            with naming_packet(f"the packet of worker {worker} for bucket {bucket.index}"):
+                self._down.decode(bytes_of(packet, self._down, length), mean, 1.0 / frame.received.shape[0])
         difference = torch.sub(mean, followed, out=self._answer[:length])
-        self._down.encode(difference, _payload(frame.answers[shard], self._down, length))
+        self._down.encode(difference, bytes_of(frame.answers[shard], self._down, length))
 
     def read_answers(self) -> None:
         """Add all answers to `followed`, after the exchange."""
@@ -121,8 +104,8 @@ class Markov:
             length = frame.bucket.shard_elements
             for shard, packet in enumerate(frame.answers):
                 first = frame.bucket.start + shard * length
-                with _naming_packet(f"the answer for shard {shard} of bucket {frame.bucket.index}"):
-                    self._down.decode(_payload(packet, self._down, length), self.followed[first : first + length])
+                with naming_packet(f"the answer for shard {shard} of bucket {frame.bucket.index}"):
+                    self._down.decode(bytes_of(packet, self._down, length), self.followed[first : first + length])
 
     def state(self) -> State:
         """See `Compressor`."""
@@ -131,19 +114,6 @@ class Markov:
     def contraction(self) -> float:
         """‖c - C(c)‖²/‖c‖² for the differences c that this rank sent last; NaN if there were none."""
         return self._lost.read()
-
-
-@contextmanager
-def _naming_packet(what: str) -> Iterator[None]:
-    """Name the packet if a codec rejects its bytes. The transport reports it to all ranks."""
-    try:
-        yield
-    except ValueError as error:
-        raise CorruptPacket(f"{what}: {error}") from error
-
-
-def _payload(packet: Tensor, codec: Codec, length: int) -> Tensor:
-    return packet[HEADER_BYTES : HEADER_BYTES + codec.nbytes(length)]
 
 
 class MarkovSign:
@@ -310,7 +280,7 @@ class MarkovSign:
 
     def contraction(self) -> float:
         """‖c - C(c)‖²/‖c‖² for the differences c that this rank sent last; NaN if there were none."""
-        lost = _LostShare(len(self._packets.rows_of))
+        lost = LostShare(len(self._packets.rows_of))
         scales = self.sent_scales.tolist()
         for number, (rows, scale) in enumerate(zip(self._packets.rows_of, scales, strict=True)):
             magnitudes, wanted, _ = self._packets.all_sums[rows].sum(0).tolist()

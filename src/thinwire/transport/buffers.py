@@ -30,8 +30,8 @@ class Payload:
     """The words of a packet to an owner, given the words of the shard."""
     down_words: Callable[[int], int]
     """The words of an answer, given the words of the shard."""
-    element_bits: int = 1
-    """The bits per element in the first plane of a packet."""
+    word_bytes: int = WORD_BYTES
+    """The bytes in the first plane of a packet for each word of elements: one bit per element, unless stated."""
     in_place: bool = False
     """For packets as large as the gradients: an answer replaces the packet that it answers, which has been sent by
     then, and all buckets are received in the same memory, one after another. Packets up and down must be equally long.
@@ -107,7 +107,7 @@ class PacketBuffers:
             down = HEADER_BYTES + WORD_BYTES * (payload.down_words(bucket.shard_words) + presence)
             geometry.append((bucket, up, down, presence))
         n, shards = layout.workers, layout.workers * layout.slices
-        self._element_bits = payload.element_bits
+        self._word_bytes = payload.word_bytes
         self.shared_receive = payload.in_place and not alone
         """Whether all buckets are received in the same memory. A bucket must then be answered before the packets of the
         next one may arrive."""
@@ -184,7 +184,7 @@ class PacketBuffers:
 
     def _run(self, piece: Piece, bucket: Bucket, start: int, row: int) -> list[int]:
         shard_start = bucket.start + piece.shard * bucket.shard_elements
-        byte = row + HEADER_BYTES + (piece.start - shard_start) * self._element_bits // 8
+        byte = row + HEADER_BYTES + (piece.start - shard_start) // WORD * self._word_bytes
         count, plane_bytes = piece.stop - piece.start, WORD_BYTES * bucket.shard_words
         return [piece.start, piece.start - start, count, byte, plane_bytes, bucket.shard_number(piece.shard)]
 

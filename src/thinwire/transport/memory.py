@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import sys
+import weakref
 
 import torch
 from torch import Tensor
 
 HOST = torch.device("cpu")
 """For tensors of the host, whatever torch's default device is."""
+_MAPPINGS: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
+"""By address, the memory of `untouched_zeros` that can be given back. A tensor keeps its mapping alive."""
 
 
 def untouched_zeros(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -21,7 +25,23 @@ def untouched_zeros(elements: int, dtype: torch.dtype, device: torch.device) -> 
     if not elements or device.type != "cpu":
         return torch.zeros(elements, dtype=dtype, device=device)
     private = {} if not hasattr(mmap, "MAP_PRIVATE") else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
-    return torch.frombuffer(mmap.mmap(-1, elements * dtype.itemsize, **private), dtype=dtype)
+    mapping = mmap.mmap(-1, elements * dtype.itemsize, **private)
+    tensor = torch.frombuffer(mapping, dtype=dtype)
+    if sys.platform == "linux":  # other systems do not promise zeros after MADV_DONTNEED
+        _MAPPINGS[tensor.data_ptr()] = mapping
+    return tensor
+
+
+def zero_and_give_back(tensor: Tensor) -> None:
+    """Set a tensor of `untouched_zeros` to zero, and give its memory back to the system until it is written again.
+
+    On a GPU, and on systems other than Linux, the memory stays in use.
+    """
+    mapping = _MAPPINGS.get(tensor.data_ptr()) if tensor.is_cpu else None
+    if mapping is None or len(mapping) != tensor.nbytes:
+        tensor.zero_()
+    else:
+        mapping.madvise(mmap.MADV_DONTNEED)
 
 
 def memory_of(tensor: Tensor) -> memoryview:

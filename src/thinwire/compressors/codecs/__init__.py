@@ -69,3 +69,19 @@ class AddingCodec(Codec):
     """A codec whose encodings are float32 numbers that can be summed without decoding them."""
 
     adds = True
+
+
+class RandomCodec(Codec):
+    """A codec with random numbers. They depend on keys and on indices only, not on the order of calls."""
+
+    _own_key = 0
+    _shared_key = 0
+
+    def use_keys(self, own: int, shared: int) -> None:
+        """Set the keys for the next vectors, encoded or decoded.
+
+        Args:
+            own: differs between the senders of a vector; see `thinwire.kernels.rng`.
+            shared: the same for all senders and receivers of a vector.
+        """
+        self._own_key, self._shared_key = own, shared

@@ -7,8 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-from thinwire.compressors.codecs import Projection
+from thinwire.compressors.codecs import Codec, Projection
 from thinwire.compressors.codecs._scratch import Scratch
+from thinwire.compressors.codecs.dense import Floats
 from thinwire.kernels.ops import Kernels
 
 _ENTRY_BYTES = 8
@@ -24,6 +25,11 @@ def check_ratio(ratio: float) -> None:
         raise ValueError(f"ratio={ratio!r}: expected a number in (0, 1], the fraction of elements that is sent")
 
 
+def entries(ratio: float, length: int) -> int:
+    """The number of elements that are sent of a vector."""
+    return math.ceil(ratio * length)
+
+
 class TopK(Projection):
     """Eight bytes for each of the largest elements; among equal elements, the first.
 
@@ -32,15 +38,16 @@ class TopK(Projection):
     Args:
         kernels: the backend.
         ratio: the fraction of elements that is sent; their number is rounded up.
+        times: a factor of that number, which is at most the number of elements.
 
     Raises:
         ValueError: if `ratio` is not in (0, 1].
     """
 
-    def __init__(self, kernels: Kernels, ratio: float) -> None:
+    def __init__(self, kernels: Kernels, ratio: float, times: int = 1) -> None:
         check_ratio(ratio)
         self._kernels = kernels
-        self._ratio = ratio
+        self._ratio, self._times = ratio, times
         self._scratch = Scratch()
 
     def nbytes(self, length: int) -> int:
@@ -66,8 +73,43 @@ class TopK(Projection):
         return float(self._kernels.square_sum(self._entries(packet)[1]))
 
     def _count(self, length: int) -> int:
-        return math.ceil(self._ratio * length)
+        return min(self._times * entries(self._ratio, length), length)
 
     def _entries(self, packet: Tensor) -> tuple[Tensor, Tensor]:
         half = packet.numel() // 2
         return packet[:half].view(torch.int32), packet[half:].view(torch.float32)
+
+
+class Union(Codec):
+    """All elements that any of several top-k packets has, exactly: by index, or as a dense vector if that is smaller.
+
+    An instance is not thread-safe.
+
+    Args:
+        kernels: the backend.
+        ratio: that of the packets.
+        packets: how many there are.
+
+    Raises:
+        ValueError: if `ratio` is not in (0, 1].
+    """
+
+    def __init__(self, kernels: Kernels, ratio: float, packets: int) -> None:
+        # Only so many elements differ from zero, so the largest ones are all of them.
+        self._sparse = TopK(kernels, ratio, packets)
+        self._dense = Floats()
+
+    def nbytes(self, length: int) -> int:
+        """See `Codec`."""
+        return self._codec(length).nbytes(length)
+
+    def encode(self, values: Tensor, packet: Tensor) -> None:
+        """See `Codec`."""
+        self._codec(values.numel()).encode(values, packet)
+
+    def decode(self, packet: Tensor, values: Tensor, weight: float = 1.0) -> None:
+        """See `Codec`."""
+        self._codec(values.numel()).decode(packet, values, weight)
+
+    def _codec(self, length: int) -> Codec:
+        return min(self._sparse, self._dense, key=lambda codec: codec.nbytes(length))

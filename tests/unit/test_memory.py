@@ -1,0 +1,47 @@
+"""Zeros that take no memory until they are written, and that can be given back."""
+
+from __future__ import annotations
+
+import mmap
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from thinwire.transport.memory import HOST, untouched_zeros, zero_and_give_back
+
+ELEMENTS = 8 << 20
+
+
+def resident() -> int:
+    """The bytes of this process that are in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems keep the memory")
+def test_memory_is_taken_by_writing_and_given_back() -> None:
+    start = resident()
+    tensor = untouched_zeros(ELEMENTS, torch.float32, HOST)
+    view = tensor[100:200]
+    size, slack = tensor.nbytes, tensor.nbytes // 4
+    assert resident() - start < slack
+    tensor.fill_(3.0)
+    assert abs(resident() - start - size) < slack
+    zero_and_give_back(tensor)
+    assert resident() - start < slack
+    assert not view.any()
+    view.fill_(5.0)
+    assert tensor.count_nonzero() == len(view)
+
+
+def test_a_part_of_a_tensor_becomes_zero_alone() -> None:
+    tensor = untouched_zeros(ELEMENTS, torch.float32, HOST).fill_(3.0)
+    zero_and_give_back(tensor[:100])
+    assert tensor.count_nonzero() == ELEMENTS - 100
+
+
+@pytest.mark.parametrize("tensor", [torch.ones(100), torch.ones(100)[10:20], torch.ones(0)], ids=["", "view", "empty"])
+def test_other_tensors_become_zero(tensor: torch.Tensor) -> None:
+    zero_and_give_back(tensor)
+    assert not tensor.any()
