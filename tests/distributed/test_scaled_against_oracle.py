@@ -6,6 +6,8 @@ the tolerance.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 import thinwire
@@ -60,6 +62,14 @@ def cases() -> dict[str, OracleCase]:
             case.optimizer, Scenario(rows_untouched, case.scenario.steps), case.options, bucket_elements=300
         )
         made[f"{base}, maximize"] = case.with_options(maximize=True)
+        if base == "LAMB":  # it has no warm-up
+            continue
+        quantized = case.with_options(warmup_bits=4, maximize=True)
+        scenario = Scenario(partly_absent, case.scenario.steps)
+        made[f"{base}, int4 warm-up"] = replace(quantized, scenario=scenario, bucket_elements=300)
+        made[f"{base}, int8 warm-up"] = OracleCase(
+            case.optimizer, Scenario(sometimes_nonfinite, case.scenario.steps), {**case.options, "warmup_bits": 8}
+        )
     made["1-bit Adam, auto"] = ONE_BIT_ADAM.with_options(warmup_steps="auto")
     made["1-bit LAMB, auto"] = ONE_BIT_LAMB.with_options(warmup_steps="auto")
     made["1-bit LAMB, max_coeff=1"] = ONE_BIT_LAMB.with_options(max_coeff=1.0)
@@ -85,6 +95,6 @@ def test_the_distributed_run_is_the_oracle(world_size: int, base: str) -> None:
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize(("nodes", "ranks"), [(2, 2), pytest.param(1, 2, marks=pytest.mark.long)])
 def test_a_hierarchical_run_is_the_oracle_of_its_nodes(nodes: int, ranks: int, base: str) -> None:
-    variants = ("defaults", "partly absent", "many buckets", "sometimes nonfinite")
-    cases = {name: CASES[name] for name in (f"{base}, {variant}" for variant in variants)}
+    variants = ("defaults", "partly absent", "many buckets", "sometimes nonfinite", "int4 warm-up", "int8 warm-up")
+    cases = {name: CASES[name] for name in (f"{base}, {variant}" for variant in variants) if name in CASES}
     assert_hierarchical_runs_are_the_oracle(cases, nodes, ranks)

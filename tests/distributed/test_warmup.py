@@ -22,6 +22,7 @@ from tests.oracles.flat_space import Group
 from tests.oracles.onebit_adam import OneBitAdamOracle
 
 SWITCHING = ("OneBitAdam", "OneBitLamb")
+INT4 = {"warmup_bits": 4}
 
 
 def small_net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -339,10 +340,12 @@ def test_the_switch_registers_no_hook_and_allocates_nothing(name: str, nodes: in
         assert all(after <= held <= after + commit_rounds for held in seen["held"][FREEZE:])
 
 
-def go_back(rank: int, world_size: int, name: str, attach: bool) -> tuple[list[str], list[str]]:
+def go_back(
+    rank: int, world_size: int, name: str, attach: bool, options: dict[str, Any]
+) -> tuple[list[str], list[str]]:
     """Train past the switch, load a checkpoint from before it into the same optimizer, and train on."""
     net = small_net()
-    optimizer = make(name, net.parameters())
+    optimizer = make(name, net.parameters(), **options)
     model: nn.Module = net
     if attach:
         model = DistributedDataParallel(net)
@@ -369,8 +372,10 @@ def go_back(rank: int, world_size: int, name: str, attach: bool) -> tuple[list[s
 
 
 @pytest.mark.parametrize("attach", [False, True], ids=["", "attach"])
-@pytest.mark.parametrize("name", STAGES)
-def test_a_checkpoint_from_before_the_switch_can_be_loaded_after_it(name: str, attach: bool) -> None:
-    for first, again in run_ranks(go_back, 2, name, attach):
+@pytest.mark.parametrize(("name", "options"), [*((name, {}) for name in STAGES), *((name, INT4) for name in SWITCHING)])
+def test_a_checkpoint_from_before_the_switch_can_be_loaded_after_it(
+    name: str, options: dict[str, Any], attach: bool
+) -> None:
+    for first, again in run_ranks(go_back, 2, name, attach, options):
         assert again == first
         assert len(set(first)) == len(first)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tests.oracles.flat_space import AdamParameter, Betas, FlatSpace, Gradient, Gradients, Group, Outcome, by_parameter
+from tests.oracles.mean_gradient import MeanGradient
 
 
 @dataclass
@@ -51,6 +52,7 @@ class LambOracle:
         self.parameters = [
             LambParameter(*place, place.group.betas or betas, eps, min_coeff, max_coeff) for place in self.space.places
         ]
+        self.mean = MeanGradient(self.space, bits=None)
         self.step_number = 0
 
     @property
@@ -60,13 +62,13 @@ class LambOracle:
     def step(self, gradients: Gradients) -> Outcome:
         self.step_number += 1
         of_parameters = by_parameter(gradients, [p.elements.size for p in self.parameters], self.maximize)
-        return lamb_step(self.parameters, of_parameters)
+        return lamb_step(self.parameters, of_parameters, self.mean)
 
 
-def lamb_step(parameters: Sequence[LambParameter], gradients: Sequence[Gradient]) -> Outcome:
-    skipped = not all(g.finite for g in gradients)
-    for p, g in zip(parameters, gradients, strict=True):
+def lamb_step(parameters: Sequence[LambParameter], gradients: Sequence[Gradient], mean: MeanGradient) -> Outcome:
+    means, skipped = mean.exchange(gradients)
+    for p, g, of_workers in zip(parameters, gradients, means, strict=True):
         if g.anywhere and not skipped:
-            p.absorb(g.mean)
+            p.absorb(of_workers)
             p.lamb()
     return Outcome("dense", [skipped] * len(gradients[0].present))

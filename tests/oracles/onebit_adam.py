@@ -20,6 +20,7 @@ from tests.oracles.flat_space import (
     by_parameter,
     join,
 )
+from tests.oracles.mean_gradient import MeanGradient
 
 STEADY = 0.96
 CHECKS_A_WINDOW = 16
@@ -67,6 +68,7 @@ class OneBitAdamOracle:
         bucket_elements: int,
         compressed: bool = True,
         warmup_steps: int | Literal["auto"],
+        warmup_bits: int | None = None,
         betas: Betas = (0.9, 0.999),
         eps: float = 1e-8,
         variance_floor: float = 0.1,
@@ -77,6 +79,7 @@ class OneBitAdamOracle:
         self.compressed, self.maximize = compressed, maximize
         self.space = FlatSpace(self.groups, workers, slices, bucket_elements)
         self.parameters = [AdamParameter(*place, place.group.betas or betas, eps) for place in self.space.places]
+        self.mean = MeanGradient(self.space, warmup_bits)
         self.signs = ScaledSigns(self.space)
         self.warm_up = WarmUp(warmup_steps, self.groups, max(p.betas[1] for p in self.parameters))
         self.step_number = 0
@@ -98,10 +101,10 @@ class OneBitAdamOracle:
         return outcome
 
     def _dense_step(self, gradients: Sequence[Gradient]) -> Outcome:
-        skipped = not all(g.finite for g in gradients)
-        for p, g in zip(self.parameters, gradients, strict=True):
+        means, skipped = self.mean.exchange(gradients)
+        for p, g, mean in zip(self.parameters, gradients, means, strict=True):
             if g.anywhere and not skipped:
-                p.absorb(g.mean)
+                p.absorb(mean)
                 p.adamw(p.current_preconditioner())
         return Outcome("dense", [skipped] * self.space.workers)
 

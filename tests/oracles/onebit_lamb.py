@@ -21,6 +21,7 @@ from tests.oracles.flat_space import (
     root_mean_square,
 )
 from tests.oracles.lamb import LambParameter, lamb_step
+from tests.oracles.mean_gradient import MeanGradient
 from tests.oracles.onebit_adam import WarmUp
 
 
@@ -90,6 +91,7 @@ class OneBitLambOracle:
         bucket_elements: int,
         compressed: bool = True,
         warmup_steps: int | Literal["auto"],
+        warmup_bits: int | None = None,
         betas: Betas = (0.9, 0.999),
         eps: float = 1e-6,
         min_coeff: float = 0.01,
@@ -105,6 +107,7 @@ class OneBitLambOracle:
             OneBitLambParameter(*place, place.group.betas or betas, eps, min_coeff, max_coeff)
             for place in self.space.places
         ]
+        self.mean = MeanGradient(self.space, warmup_bits)
         self.signs = ScaledSigns(self.space)
         self.warm_up = WarmUp(warmup_steps, self.groups, max(p.betas[1] for p in self.parameters))
         self.step_number = 0
@@ -127,7 +130,7 @@ class OneBitLambOracle:
         return outcome
 
     def _dense_step(self, gradients: Sequence[Gradient]) -> Outcome:
-        outcome = lamb_step(self.parameters, gradients)
+        outcome = lamb_step(self.parameters, gradients, self.mean)
         for p, g in zip(self.parameters, gradients, strict=True):
             if g.anywhere and not outcome.skipped:
                 p.c_avg = 0.9 * p.c_avg + 0.1 * p.coefficient

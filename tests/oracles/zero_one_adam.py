@@ -25,6 +25,7 @@ from tests.oracles.flat_space import (
     preconditioner_of,
     root_mean_square,
 )
+from tests.oracles.mean_gradient import MeanGradient
 
 
 def variance_steps(scaler: int, last: int) -> list[int]:
@@ -100,6 +101,7 @@ class ZeroOneAdamOracle:
         compressed: bool = True,
         var_freeze_step: int,
         var_update_scaler: int = 16,
+        warmup_bits: int | None = None,
         local_step_scaler: int,
         local_step_clipper: int = 16,
         betas: Betas = (0.9, 0.999),
@@ -117,6 +119,7 @@ class ZeroOneAdamOracle:
         self.parameters = [
             ZeroOneParameter(*place, place.group.betas or betas, eps, workers) for place in self.space.places
         ]
+        self.mean = MeanGradient(self.space, warmup_bits)
         self.signs = ScaledSigns(self.space)
         self.step_number = 0
         self.local_steps = 0
@@ -154,11 +157,11 @@ class ZeroOneAdamOracle:
             self._exchange(skipped=False)
 
     def _variance_step(self, gradients: Sequence[Gradient]) -> Outcome:
-        skipped = not all(g.finite for g in gradients)
-        for p, g in zip(self.parameters, gradients, strict=True):
+        means, skipped = self.mean.exchange(gradients)
+        for p, g, mean in zip(self.parameters, gradients, means, strict=True):
             if g.anywhere and not skipped:
                 eps = p.eps_of_signs(self.variance_floor) if p.updates > p.variance_updates else p.eps
-                p.absorb(g.mean)
+                p.absorb(mean)
                 p.variance_updates += 1
                 p.adamw(preconditioner_of(p.v, p.variance_updates, p.betas[1], eps))
         return Outcome("dense", [skipped] * self.space.workers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,10 +17,12 @@ from thinwire.transport.state import State
 
 DENSE = "dense"
 SIGNS = "signs"
-"""Names of the channels for dense gradients and for scaled signs."""
+"""Names of the channels for gradients of the dense stage and for scaled signs."""
 SQUARABLE = 2.0**60
 """The largest gradient that is squared. The square of a larger one may overflow float32 and would stay in the variance,
 so all ranks skip a step with such a gradient, as they do for an infinite one."""
+Floats = Callable[[Part], tuple[Tensor, Tensor]]
+"""For a part of a parameter, the runs and the bytes into which they point for its mean gradient, as floats."""
 
 
 class AdamMoments:
@@ -52,38 +54,41 @@ class AdamMoments:
         *,
         variance_updates: int,
         eps: float,
-        signs: ScaledSign | None = None,
+        gradient: Floats | ScaledSign,
     ) -> None:
-        """Take AdamW's step with the mean gradient in the packets, or with `signs`, which do not update the variance.
+        """Take AdamW's step with the mean gradient, or with scaled signs, which do not update the variance.
 
         Args:
             position, parts, x, low, group: as `UpdateRule.apply`.
             variance_updates: the number of updates of the variance, including this step.
             eps: added to √v̂.
-            signs: the compressor with the answer, if the gradient was sent as scaled signs.
+            gradient: reads the mean gradient; or the compressor with the answer, if it was sent as scaled signs.
         """
         lr, (beta1, beta2) = float(group["lr"]), group["betas"]
         self.updates.now[position] += 1
-        answers = self._context.session.channel.buffers.answers if signs is None else signs.answer
-        variances = [
-            self._context.kernels.adam_apply(
-                part.down_runs,
+        variances: list[float | Tensor] = []
+        for part in parts:
+            if isinstance(gradient, ScaledSign):
+                runs, answer, scales = part.down_runs, gradient.answer, gradient.answer_scales
+            else:
+                (runs, answer), scales = gradient(part), None
+            variance = self._context.kernels.adam_apply(
+                runs,
                 x,
                 low,
                 self.m,
                 self.v,
-                answers,
-                None if signs is None else signs.answer_scales,
+                answer,
+                scales,
                 beta1=beta1,
                 beta2=beta2,
                 eps=eps,
                 rate=lr * correction(beta1, self.updates.now[position]),
                 correction=root_correction(beta2, variance_updates),
                 decay=1.0 - lr * group["weight_decay"],
-                update_variance=signs is None,
+                update_variance=scales is None,
             )
-            for part in parts
-        ]
+            variances.append(variance)
         self.variances.now[position] = math.fsum(variances)
 
     def floor(self, position: int, variance_updates: int, floor: float) -> float:

@@ -27,7 +27,7 @@ def describe(optimizer: WireOptimizer, names: dict[Tensor, str]) -> Description:
     """Everything on which ranks must agree; `names` are the names of parameters, if they are known."""
     params = list(reversed(optimizer._flat_params))
     description: dict[str, Any] = {
-        "the optimizer's class": type(optimizer).__name__,
+        "the optimizer's class": optimizer._title,
         "thinwire's version": __version__,
         "bucket_mb": optimizer._bucket_mb,
         "the number of ranks per node (start as many on each, or use topology='flat')": optimizer._topology.source,

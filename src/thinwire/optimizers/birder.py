@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from thinwire._checks import check_seed
 from thinwire.compressors.stochastic_sign import Downlink
 from thinwire.kernels import rng
 from thinwire.kernels.modes import Scale
 from thinwire.optimizers.adam import signed
-from thinwire.optimizers.inputs import check_number, check_seed
+from thinwire.optimizers.inputs import check_number
 from thinwire.optimizers.optimizer import Unpack, WireOptimizer, WireOptions
 from thinwire.optimizers.rule import Context, Group, UpdateRule
 from thinwire.optimizers.votes import Votes

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from thinwire._checks import INT64_MAX, is_integer
 from thinwire._torch_compat import is_zero_without_memory
 from thinwire.kernels import ops
 from thinwire.transport.layout import is_dense
@@ -29,7 +29,8 @@ def check_parameters(params: Iterable[Tensor]) -> None:
         if hasattr(p, "__tensor_flatten__"):
             raise TypeError(
                 f"a parameter of class {type(p).__name__}: kernels need the memory of an ordinary tensor. Expected a "
-                "torch.nn.Parameter that is not sharded or wrapped"
+                "torch.nn.Parameter that is not sharded or wrapped. With FSDP2, keep your optimizer, and let "
+                "thinwire.compress(model) average gradients"
             )
         if p.is_neg():
             raise ValueError(
@@ -39,6 +40,32 @@ def check_parameters(params: Iterable[Tensor]) -> None:
         if p.dtype not in _DTYPES:
             hint = "; torch.view_as_real gives a real one" if p.is_complex() else ""
             raise TypeError(f"a parameter of {p.dtype}: expected float32, bfloat16 or float16{hint}")
+
+
+_AVERAGED = "_thinwire_averaged"
+"""An attribute of parameters whose gradients `thinwire.compress` averages: a weak reference to what averages them."""
+
+
+def mark_averaged(params: Iterable[Tensor], by: object) -> None:
+    """Record what averages the gradients of these parameters."""
+    for p in params:
+        setattr(p, _AVERAGED, weakref.ref(by))
+
+
+def check_not_averaged(params: Iterable[Tensor]) -> None:
+    """Reject parameters whose gradients are averaged already.
+
+    Raises:
+        RuntimeError: naming the shape of the first one.
+    """
+    for p in params:
+        reference = getattr(p, _AVERAGED, None)
+        if reference is not None and reference() is not None:
+            raise RuntimeError(
+                f"thinwire.compress averages the gradients of a parameter of shape {tuple(p.shape)} already, and a "
+                "thinwire optimizer would exchange them again. Use any torch.optim optimizer with compress, or a "
+                "thinwire optimizer without compress"
+            )
 
 
 def form_of(p: Tensor) -> tuple[torch.dtype, torch.device, torch.Size, tuple[int, ...], str]:
@@ -67,7 +94,7 @@ def check_rates_on_host(groups: Iterable[dict[str, Any]]) -> None:
         ValueError: naming the device.
     """
     for group in groups:
-        lr = group["lr"]
+        lr = group.get("lr")
         if isinstance(lr, Tensor) and lr.device.type != "cpu":
             raise ValueError(f"lr is a tensor on {str(lr.device)!r}: expected a number, or a tensor on the CPU")
 
@@ -125,16 +152,6 @@ def gradient_of(p: Tensor) -> Tensor | None:
     if grad.stride() == p.stride() or (grad.is_contiguous() and p.is_contiguous()):
         return grad
     return torch.empty_like(p, dtype=grad.dtype).copy_(grad)
-
-
-def check_seed(seed: int) -> None:
-    """Reject a seed that is not an integer in [0, 2**63).
-
-    Raises:
-        ValueError: naming the argument.
-    """
-    if not is_integer(seed, 0, INT64_MAX):
-        raise ValueError(f"seed={seed!r}: expected an integer in [0, 2**63)")
 
 
 def check_number(

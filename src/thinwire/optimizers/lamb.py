@@ -21,6 +21,7 @@ from thinwire.optimizers.adam import (
     DENSE,
     SQUARABLE,
     AdamMoments,
+    Floats,
     adam_defaults,
     check_adam_group,
     correction,
@@ -147,9 +148,8 @@ class LambRule(UpdateRule):
         """See `UpdateRule`."""
         adam = self._adam
         adam.updates.now[position] += 1
-        answers = self.context.session.channel.buffers.answers
-        updates, kernels = adam.updates.now[position], self.context.kernels
-        lamb_step(kernels, parts, x, low, adam.m, adam.v, answers, group, updates, self._coeffs)
+        updates, kernels, gradient = adam.updates.now[position], self.context.kernels, self._dense.answer_floats
+        lamb_step(kernels, parts, x, low, adam.m, adam.v, gradient, group, updates, self._coeffs)
 
 
 def lamb_step(
@@ -159,12 +159,12 @@ def lamb_step(
     low: Tensor | None,
     m: Tensor,
     v: Tensor,
-    gradient: Tensor,
+    gradient: Floats,
     group: Group,
     updates: int,
     coeffs: tuple[float, float],
 ) -> tuple[float, float]:
-    """Take LAMB's step for one parameter, after `updates` updates, this one included.
+    """Take LAMB's step for one parameter with its mean gradient, after `updates` updates, this one included.
 
     Returns:
         The parameter's factor c, and the sum of its v.
@@ -178,8 +178,9 @@ def lamb_step(
     }
     measured: list[list[float]] = []
     for part in parts:
-        sums = torch.zeros(part.down_runs.shape[0], 3, dtype=torch.float64, device=x.device)
-        kernels.lamb_measure(part.down_runs, x, low, m, v, gradient, beta1=beta1, beta2=beta2, **direction, sums=sums)
+        runs, floats = gradient(part)
+        sums = torch.zeros(runs.shape[0], 3, dtype=torch.float64, device=x.device)
+        kernels.lamb_measure(runs, x, low, m, v, floats, beta1=beta1, beta2=beta2, **direction, sums=sums)
         measured += sums.tolist()
     size, length = norms([row[:2] for row in measured])
     coefficient = clamp(size / length if size > 0 and length > 0 else 1.0, *coeffs)

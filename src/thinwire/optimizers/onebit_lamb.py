@@ -26,7 +26,7 @@ from thinwire.optimizers.warmup import (
     StageOptions,
     check_length,
     largest_beta2,
-    warn_of_dense_run,
+    warn_of_long_warmup,
 )
 from thinwire.transport.buffers import Part
 from thinwire.transport.compressor import Compressor
@@ -71,7 +71,9 @@ class OneBitLamb(WireOptimizer):
         betas: decay of the momentum and of the variances.
         eps: added to √v̂ and √w.
         weight_decay: decay λ, as a part of the direction r.
-        warmup_steps: the number of dense steps, or "auto", as in `thinwire.OneBitAdam`.
+        warmup_steps: the number of steps of the warm-up, or "auto", as in `thinwire.OneBitAdam`.
+        warmup_bits: the bits per parameter and direction in the warm-up: None for 32, or 4 or 8 and a scale per block
+            of 64 parameters, as in `thinwire.OneBitAdam`.
         total_steps: the length of the run, if known. The constructor warns if the warm-up would take all of it.
         variance_floor: √v̂ is at least this fraction of its root mean square, as in `thinwire.OneBitAdam`.
         min_coeff: the smallest factor c of a layer in the warm-up.
@@ -80,7 +82,7 @@ class OneBitLamb(WireOptimizer):
         factor_max: the largest factor f of a layer after the warm-up.
         factor_threshold: the largest relative change of f in one step.
         maximize: ascend instead of descend.
-        error_dtype: the dtype of both residuals. torch.bfloat16 halves their memory.
+        error_dtype: the dtype of all residuals. torch.bfloat16 halves their memory.
         process_group: the ranks that train together; the default group if None.
         topology: "flat", "hierarchical" or "auto", as in `thinwire.Birder`.
         mesh: a two-dimensional DeviceMesh of the same ranks, one row per node, if LOCAL_WORLD_SIZE is not set.
@@ -114,6 +116,7 @@ class OneBitLamb(WireOptimizer):
         * One scale per shard of a bucket. Absent and non-finite gradients are treated as in `thinwire.OneBitAdam`.
         * A gradient above 2⁶⁰ counts as not finite, because its square would stay in the variance.
         * In a hierarchical topology with a single node, nothing is compressed and the warm-up never ends: it is LAMB.
+        * The quantised warm-up of `thinwire.OneBitAdam`, whose residuals are dropped when it ends.
     """
 
     def __init__(
@@ -125,6 +128,7 @@ class OneBitLamb(WireOptimizer):
         weight_decay: float = 0.01,
         *,
         warmup_steps: Length = "auto",
+        warmup_bits: int | None = None,
         total_steps: int | None = None,
         variance_floor: float = 0.1,
         min_coeff: float = 0.01,
@@ -137,9 +141,10 @@ class OneBitLamb(WireOptimizer):
         **wire: Unpack[WireOptions],
     ) -> None:
         limits = LayerLimits(min_coeff, max_coeff, factor_min, factor_max, factor_threshold)
-        rule = OneBitLambRule(StageOptions(warmup_steps, variance_floor, error_dtype), limits)
-        super().__init__(params, adam_defaults(lr, betas, eps, weight_decay, maximize=maximize), rule, **wire)
-        warn_of_dense_run(warmup_steps, total_steps, largest_beta2(self.param_groups))
+        options = StageOptions(warmup_steps, variance_floor, error_dtype, warmup_bits)
+        defaults = adam_defaults(lr, betas, eps, weight_decay, maximize=maximize)
+        super().__init__(params, defaults, OneBitLambRule(options, limits), **wire)
+        warn_of_long_warmup(options, total_steps, largest_beta2(self.param_groups))
 
 
 @dataclass(frozen=True)
@@ -248,9 +253,9 @@ class OneBitLambRule(UpdateRule):
         if self._stages.compressing:
             self._apply_compressed(position, parts, x, low, group, updates)
             return
-        answers, kernels = self.context.session.channel.buffers.answers, self.context.kernels
+        gradient, kernels = self._stages.mean.floats, self.context.kernels
         limits = (self._limits.min_coeff, self._limits.max_coeff)
-        c, variance = lamb_step(kernels, parts, x, low, adam.m, adam.v, answers, group, updates, limits)
+        c, variance = lamb_step(kernels, parts, x, low, adam.m, adam.v, gradient, group, updates, limits)
         adam.variances.now[position] = variance
         average = self._coefficient.now[position]
         self._coefficient.now[position] = _COEFF_BETA * average + (1 - _COEFF_BETA) * c

@@ -30,6 +30,7 @@ from thinwire.optimizers.agreement import describe, require_agreement
 from thinwire.optimizers.inputs import (
     LOW_PRECISION,
     check_frozen,
+    check_not_averaged,
     check_parameters,
     check_rates_on_host,
     form_of,
@@ -108,7 +109,7 @@ class WireOptimizer(Optimizer):
         self._rule = rule
         self._bucket_mb = bucket_mb
         self._node_dtype = node_dtype
-        self._skips = Skips(max_consecutive_skips)
+        self._skips = Skips(max_consecutive_skips, averaging=not rule.moves_parameters)
         self._replica_check = ReplicaCheck(check_replicas_every)
         self._peers = Peers.of(process_group)
         self._topology = choose(topology, mesh, self._peers)
@@ -133,6 +134,20 @@ class WireOptimizer(Optimizer):
         super().__init__(params, defaults)
         self._build()
         state_dicts.install(self)
+
+    @property
+    def _title(self) -> str:
+        """What messages and state dicts call it: its class, or the function that made it."""
+        return type(self).__name__ if self._rule.moves_parameters else "thinwire.compress"
+
+    @property
+    def _noun(self) -> str:
+        return "optimizer" if self._rule.moves_parameters else "compression"
+
+    @property
+    def _exchange_time(self) -> str:
+        """When an exchange is under way, for messages."""
+        return "between backward and step()" if self._rule.moves_parameters else "during backward"
 
     def _settings_text(self) -> str:
         """The arguments on which the bits of a run depend, as text."""
@@ -198,7 +213,7 @@ class WireOptimizer(Optimizer):
         """The same memory in separate tensor objects, which `state` exposes. Users cannot damage the others by them."""
         for position, p in enumerate(self._flat_params):
             state = {"step": self._step_count, **self._flat_state.of(session.layout, self._topology.node, position, p)}
-            if p.dtype in LOW_PRECISION:
+            if p.dtype in LOW_PRECISION and self._rule.moves_parameters:
                 order = torch.preserve_format if is_dense(p) else torch.contiguous_format
                 state["master"] = torch.empty_like(p, dtype=torch.float32, memory_format=order).copy_(p.detach())
             self._state_of.append(state)
@@ -221,11 +236,14 @@ class WireOptimizer(Optimizer):
         if self._session.connected and names is None:
             return
         if self._closed:
+            attached = "that was attached " if self._rule.moves_parameters else ""
             raise RuntimeError(
-                f"this {type(self).__name__} is closed: make a new one, and load the state_dict() of this one. A "
-                "model that was attached needs a new DistributedDataParallel around its module"
+                f"this {self._title} is closed: make a new one, and load the state_dict() of this one. A model "
+                f"{attached}needs a new DistributedDataParallel around its module"
             )
         self._peers.check_initialized_first()
+        if self._rule.moves_parameters:
+            check_not_averaged(self._flat_params)
         self._names = names or self._names
         state_dicts.check_unchanged(self, thoroughly=True)
         name = require_agreement(self._peers, describe(self, self._names))
@@ -276,7 +294,11 @@ class WireOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        scale = self._inverse(scale_passed_to_step(self))
+        self._take_step(self._inverse(scale_passed_to_step(self)))
+        return loss
+
+    def _take_step(self, scale: Scale) -> None:
+        """Encode what is not encoded yet, with gradients times `scale`; exchange, and apply the answers."""
         rule, session = self._rule, self._session
         self._context.groups = self.param_groups
         check_rates_on_host(self.param_groups)
@@ -316,7 +338,6 @@ class WireOptimizer(Optimizer):
         if together and not session.deferred:
             self._skips.note(int(self._step_count), skipped=self._overflowed)
         self._replica_check.after(self, int(self._step_count))
-        return loss
 
     def _encode_early(self, position: int, scale: Scale) -> None:
         """Encode one parameter's gradient before `step()` does. Called by `attach` during backward."""
@@ -342,7 +363,7 @@ class WireOptimizer(Optimizer):
         parts_of = self._session.channel.buffers.parts
         for position in self._rule.present():
             p = self._flat_params[position]
-            dense = p if is_dense(p) else p.contiguous()
+            dense = p if is_dense(p) or not self._rule.moves_parameters else p.contiguous()
             master = self._state_of[position].get("master")
             x, low = (dense, None) if master is None else (master, dense)
             self._session.gate(position)

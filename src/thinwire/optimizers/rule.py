@@ -85,6 +85,8 @@ class UpdateRule(abc.ABC):
     """Whether the state depends on how the flat space is cut into buckets."""
     records_buckets = False
     """Whether a state dict records `bucket_mb` among the settings that a run should be resumed with."""
+    moves_parameters = True
+    """False if answers go elsewhere. Low-precision parameters then have no fp32 master copies."""
     has_local_steps = False
     """Whether replicas may differ between synchronizations."""
     context: Context

@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from thinwire._checks import is_integer
+from thinwire._checks import check_seed, is_integer
 from thinwire.compressors.all_reduce import EncodedAllReduce
 from thinwire.compressors.codecs.count_sketch import MAX_ELEMENTS, CountSketch
 from thinwire.compressors.codecs.dense import Floats
 from thinwire.compressors.sketching import Sketching
 from thinwire.kernels.modes import Scale
 from thinwire.optimizers.adam import adam_defaults, check_adam_group, signed
-from thinwire.optimizers.inputs import check_seed
 from thinwire.optimizers.optimizer import Unpack, WireOptimizer, WireOptions
 from thinwire.optimizers.rule import Context, Group, UpdateRule
 from thinwire.transport import packet

@@ -40,7 +40,7 @@ _MOST_STEPS = 2**62
 def label(optimizer: WireOptimizer, group: dict[str, Any]) -> None:
     """Write the labels of this optimizer into a group."""
     peers, topology = optimizer._peers, str(optimizer._topology)
-    name, settings = type(optimizer).__name__, optimizer._settings_text()
+    name, settings = optimizer._title, optimizer._settings_text()
     values = (name, peers.size, topology, _buckets(optimizer), peers.rank, settings)
     group.update(zip(LABELS, values, strict=True))
 
@@ -123,7 +123,7 @@ def _before_state_dict(registered: Optimizer) -> None:
     optimizer._read_outcomes()
     if any(optimizer._session.encoded):
         raise RuntimeError(
-            "state_dict() between backward and step(): gradients of this step have already been sent, and the state is "
+            f"state_dict() {optimizer._exchange_time}: gradients of this step have already been sent, and the state is "
             "neither the one before the step nor the one after it. Save after step()"
         )
     check_unchanged(optimizer, thoroughly=True)
@@ -177,7 +177,9 @@ def _plan(
     for group in groups:
         _check_label(optimizer, group)
     if saved_sizes != sizes:
-        raise ValueError(f"the state dict has parameter groups of {saved_sizes} parameters, this optimizer of {sizes}")
+        raise ValueError(
+            f"the state dict has parameter groups of {saved_sizes} parameters, this {optimizer._noun} of {sizes}"
+        )
     for i, group in enumerate(groups):
         _check_group(optimizer, i, group)
         label(optimizer, group)
@@ -187,7 +189,7 @@ def _plan(
     saved_ids = [saved for group in groups for saved in group["params"]]
     params = [p for group in optimizer.param_groups for p in group["params"]]
     for i, (saved_id, p) in enumerate(zip(saved_ids, params, strict=True)):
-        for name, (own, loaded) in _pairs(i, states.get(saved_id, {}), kept_of.get(p, {})).items():
+        for name, (own, loaded) in _pairs(optimizer, i, states.get(saved_id, {}), kept_of.get(p, {})).items():
             copies.append((own, loaded))
             if name == "step" or name in optimizer._flat_state.checks:
                 small.setdefault(name, []).append(loaded)
@@ -214,8 +216,7 @@ def _checked_parts(state_dict: dict[str, Any]) -> tuple[dict[Any, Any], list[dic
 
 def _check_label(optimizer: WireOptimizer, group: dict[str, Any]) -> None:
     name, size, topology, buckets, rank, settings = (group.get(entry) for entry in LABELS)
-    own = type(optimizer).__name__
-    peers = optimizer._peers
+    own, this, peers = optimizer._title, f"this {optimizer._noun}", optimizer._peers
     if name != own:
         raise ValueError(f"the state dict is of {name or 'another optimizer'}, this is {own}")
     if size != peers.size:
@@ -225,12 +226,12 @@ def _check_label(optimizer: WireOptimizer, group: dict[str, Any]) -> None:
         )
     if topology != str(optimizer._topology):
         raise ValueError(
-            f"the state dict is of topology {topology}, this optimizer has {optimizer._topology}: a rank's state "
+            f"the state dict is of topology {topology}, {this} has {optimizer._topology}: a rank's state "
             "depends on the ranks of its node, so resume with the topology that was saved"
         )
     if buckets != _buckets(optimizer):
         raise ValueError(
-            f"the state dict is of {buckets}, this optimizer has {_buckets(optimizer)}: a rank's state "
+            f"the state dict is of {buckets}, {this} has {_buckets(optimizer)}: a rank's state "
             "belongs to shards or slices of buckets, so resume with the bucket_mb that was saved"
         )
     if rank != peers.rank and optimizer._flat_state.owned:
@@ -243,7 +244,7 @@ def _check_label(optimizer: WireOptimizer, group: dict[str, Any]) -> None:
         _warn(f"the state of rank {rank} is loaded on rank {peers.rank}: save and load one state dict per rank")
     own_settings = optimizer._settings_text()
     if settings != own_settings:
-        _warn(f"the state was saved with {settings}, this optimizer has {own_settings}")
+        _warn(f"the state was saved with {settings}, {this} has {own_settings}")
 
 
 def _warn(what: str) -> None:
@@ -263,12 +264,17 @@ def _check_group(optimizer: WireOptimizer, i: int, group: dict[str, Any]) -> Non
         raise ValueError(f"parameter group {i} of the state dict: {error}") from error
 
 
-def _pairs(i: int, saved: Any, kept: Tensors) -> dict[str, tuple[Tensor, Tensor]]:
+def _pairs(optimizer: WireOptimizer, i: int, saved: Any, kept: Tensors) -> dict[str, tuple[Tensor, Tensor]]:
     """For each state entry of a parameter, the tensor that is kept and the tensor to copy into it."""
     if not isinstance(saved, dict) or saved.keys() != kept.keys():
+        asked = (
+            "Was the parameter frozen, or of another dtype, when the state was saved?"
+            if optimizer._rule.moves_parameters
+            else "Was the state saved with another compressor?"
+        )
         raise ValueError(
-            f"parameter {i}: the state dict has {sorted(map(str, saved))}, this optimizer keeps {sorted(kept)}. Was the"
-            " parameter frozen, or of another dtype, when the state was saved?"
+            f"parameter {i}: the state dict has {sorted(map(str, saved))}, this {optimizer._noun} keeps {sorted(kept)}."
+            f" {asked}"
         )
     pairs: dict[str, tuple[Tensor, Tensor]] = {}
     for name, own in kept.items():
@@ -284,7 +290,7 @@ def _pairs(i: int, saved: Any, kept: Tensors) -> dict[str, tuple[Tensor, Tensor]
         if value.shape != own.shape or value.dtype != own.dtype:
             raise ValueError(
                 f"parameter {i}: {name!r} is {tuple(value.shape)} of {value.dtype} in the state dict, this "
-                f"optimizer needs {tuple(own.shape)} of {own.dtype}"
+                f"{optimizer._noun} needs {tuple(own.shape)} of {own.dtype}"
             )
         if value.layout != torch.strided or value.device.type == "meta":
             raise ValueError(

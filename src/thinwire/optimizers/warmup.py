@@ -1,4 +1,4 @@
-"""A dense warm-up, then scaled signs with a frozen variance: the two stages of 1-bit Adam and 1-bit LAMB."""
+"""A warm-up that averages gradients, then scaled signs with a frozen variance: the stages of 1-bit Adam and LAMB."""
 
 from __future__ import annotations
 
@@ -13,17 +13,10 @@ import torch
 from torch import Tensor
 
 from thinwire._checks import INT64_MAX, is_integer
-from thinwire.compressors.dense import Dense
 from thinwire.compressors.scaled_sign import ScaledSign
 from thinwire.kernels.modes import Scale
-from thinwire.optimizers.adam import (
-    DENSE,
-    SIGNS,
-    SQUARABLE,
-    AdamMoments,
-    check_error_dtype,
-    check_floor,
-)
+from thinwire.optimizers.adam import DENSE, SIGNS, AdamMoments, check_error_dtype, check_floor
+from thinwire.optimizers.mean_gradient import MeanGradient, check_warmup_bits
 from thinwire.optimizers.rule import Context, Group
 from thinwire.transport.buffers import Part
 from thinwire.transport.compressor import Compressor
@@ -58,7 +51,7 @@ def check_length(warmup_steps: Length, beta2: float) -> None:
             )
 
 
-def warn_of_dense_run(warmup_steps: Length, total_steps: int | None, beta2: float) -> None:
+def warn_of_long_warmup(options: StageOptions, total_steps: int | None, beta2: float) -> None:
     """Warn the caller of an optimizer's constructor if the warm-up takes the whole run.
 
     Raises:
@@ -68,11 +61,13 @@ def warn_of_dense_run(warmup_steps: Length, total_steps: int | None, beta2: floa
         return
     if not is_integer(total_steps, 1, INT64_MAX):
         raise ValueError(f"total_steps={total_steps!r}: expected a positive number of steps, or None")
+    warmup_steps, bits = options.warmup_steps, options.warmup_bits
     least = (_CHECKS + 1) * _steps_between_checks(beta2) if warmup_steps == "auto" else warmup_steps
     if least >= total_steps:
+        cost = "is dense and sends as much as DDP" if bits is None else f"sends {bits} bits per parameter"
         warnings.warn(
             f"warmup_steps={warmup_steps!r} with total_steps={total_steps}: the warm-up takes at least {least} steps, "
-            "so the whole run is dense and sends as much as DDP. Use a smaller beta2, whose variance settles "
+            f"so the whole run {cost}. Use a smaller beta2, whose variance settles "
             "sooner, or thinwire.Birder, which needs no warm-up",
             RuntimeWarning,
             stacklevel=3,
@@ -163,25 +158,29 @@ class StageOptions:
     warmup_steps: Length
     variance_floor: float
     error_dtype: torch.dtype
+    warmup_bits: int | None
 
     def __post_init__(self) -> None:
         check_error_dtype(self.error_dtype)
         check_floor(self.variance_floor)
+        check_warmup_bits(self.warmup_bits)
 
     def settings(self) -> dict[str, Any]:
         """See `UpdateRule`."""
         return {
             "warmup_steps": self.warmup_steps,
+            "warmup_bits": self.warmup_bits,
             "variance_floor": self.variance_floor,
             "error_dtype": str(self.error_dtype),
         }
 
 
 class DenseThenSigns:
-    """Exchanges dense gradients until the warm-up ends, and momenta as scaled signs afterwards.
+    """Averages gradients, dense or quantised, until the warm-up ends, and sends momenta as scaled signs afterwards.
 
-    All memory is allocated at the start. Residuals are not written before the switch, and dense packets are released at
-    the switch, so both stages together need no more physical memory than the larger one.
+    All memory is allocated at the start. The residuals of a stage are not written in the other one, and those of the
+    warm-up are released with its packets at the switch, so both stages together need no more physical memory than the
+    larger one.
 
     Args:
         context: the run.
@@ -206,8 +205,8 @@ class DenseThenSigns:
         self._warmup = Warmup(options.warmup_steps, largest_beta2(context.groups), len(context.groups))
         state.common["warmup"] = self._warmup.memory
         state.checks["warmup"] = steps_then_numbers(2, freezes=context.topology.compresses)
-        self._dense = Dense(context.kernels)
-        self.compressors: dict[str, Compressor] = {DENSE: self._dense}
+        self.mean = MeanGradient(context, state, options.warmup_bits, options.error_dtype)
+        self.compressors: dict[str, Compressor] = {DENSE: self.mean.compressor}
         if context.topology.compresses:
             # The dense momentum is not needed after the switch, so the residual uses its memory.
             memory = adam.m.view(options.error_dtype)[: context.layout.own_size]
@@ -239,12 +238,12 @@ class DenseThenSigns:
         """See `UpdateRule`."""
         self._warmup.use_beta2(largest_beta2(self._context.groups))
         if self._warmup.ended_at:
-            self._context.session.channels[DENSE].release()
+            self.mean.release()
 
     def encode(self, part: Part, grad: Tensor | None, group: Group, scale: Scale) -> bool | None:
         """Send the gradient times `scale`, or, in the second stage, the momentum updated with it."""
         if not self.compressing:
-            return self._dense.encode(part, grad, scale, SQUARABLE)
+            return self.mean.encode(part, grad, scale)
         beta = group["betas"][0]
         return self.signs.encode(part, grad, beta=beta, weight=1.0 - beta, scale=scale)
 
@@ -281,7 +280,7 @@ class DenseThenSigns:
         rates = [float(group["lr"]) for group in self._context.groups]
         if self._warmup.over(self._context.step, math.fsum(self._adam.variances.now), rates):
             # Released before the residuals are written, to limit the peak of memory.
-            self._context.session.channels[DENSE].release()
+            self.mean.release()
             weights = weigh()
             groups = map(self._context.group_of, range(len(weights)))
             factors = [group["betas"][0] * weight for group, weight in zip(groups, weights, strict=True)]
@@ -307,6 +306,8 @@ class DenseThenSigns:
         # The momentum and the residual share memory, and only one of them is valid. Answers depend on the shards.
         portable = State(whole=dict(state.whole), layers=state.layers, common=state.common)
         if not self.compressing:
+            if private:
+                portable.include(self.mean.residuals())
             return portable
         del portable.whole["m"]
         signs = self.signs

@@ -14,14 +14,12 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from thinwire._checks import INT64_MAX, is_integer
-from thinwire.compressors.dense import Dense
 from thinwire.compressors.local import LocalMomentum, NodeMomentum
 from thinwire.compressors.scaled_sign import ScaledSign
 from thinwire.kernels.modes import Output, Scale
 from thinwire.optimizers.adam import (
     DENSE,
     SIGNS,
-    SQUARABLE,
     AdamMoments,
     adam_defaults,
     check_adam_group,
@@ -31,6 +29,7 @@ from thinwire.optimizers.adam import (
     signed,
 )
 from thinwire.optimizers.local_steps import Interval, local_interval, variance_steps
+from thinwire.optimizers.mean_gradient import MeanGradient, check_warmup_bits
 from thinwire.optimizers.optimizer import Unpack, WireOptimizer, WireOptions
 from thinwire.optimizers.rule import Context, Group, RuleEncoder, UpdateRule
 from thinwire.transport import packet
@@ -88,12 +87,14 @@ class ZeroOneAdam(WireOptimizer):
         var_freeze_step: the last step that may update the variance, and the last step before local steps.
         var_update_scaler: this many consecutive variance steps come first, then as many two steps apart, then four
             steps apart, and so on.
+        warmup_bits: the bits per parameter and direction in variance steps: None for 32, or 4 or 8 and a scale per
+            block of 64 parameters, as in `thinwire.OneBitAdam`. Their residuals wait for the next variance step.
         variance_floor: where signs are divided by √v̂, it is at least this fraction of its root mean square over the
             parameter, as in `thinwire.OneBitAdam`.
         local_step_scaler: the interval between synchronizations doubles every this many steps after `var_freeze_step`.
         local_step_clipper: the longest interval between synchronizations.
         maximize: ascend instead of descend.
-        error_dtype: the dtype of both residuals; the worker's also holds u_i. torch.bfloat16 halves their memory. Use
+        error_dtype: the dtype of all residuals; the worker's also holds u_i. torch.bfloat16 halves their memory. Use
             it only with a small `local_step_clipper`: steps below 1/512 of u_i would be lost.
         process_group: the ranks that train together; the default group if None.
         topology: "flat", "hierarchical" or "auto", as in `thinwire.Birder`. In a hierarchical topology the node is the
@@ -133,6 +134,7 @@ class ZeroOneAdam(WireOptimizer):
           it without the non-finite elements.
         * A gradient above 2⁶⁰ counts as not finite, because its square would stay in the variance.
         * In a hierarchical topology with a single node, nothing is compressed, and every step is AdamW's.
+        * The quantised gradients of variance steps, whose residuals are dropped at `var_freeze_step`.
     """
 
     def __init__(
@@ -145,6 +147,7 @@ class ZeroOneAdam(WireOptimizer):
         *,
         var_freeze_step: int = 1000,
         var_update_scaler: int = 16,
+        warmup_bits: int | None = None,
         variance_floor: float = 0.1,
         local_step_scaler: int = 1000,
         local_step_clipper: int = 16,
@@ -158,7 +161,7 @@ class ZeroOneAdam(WireOptimizer):
             "local_step_scaler": local_step_scaler,
             "local_step_clipper": local_step_clipper,
         }
-        rule = ZeroOneAdamRule(schedule, variance_floor, error_dtype)
+        rule = ZeroOneAdamRule(schedule, warmup_bits, variance_floor, error_dtype)
         super().__init__(params, adam_defaults(lr, betas, eps, weight_decay, maximize=maximize), rule, **wire)
 
 
@@ -167,8 +170,7 @@ class ZeroOneAdamRule(UpdateRule):
 
     Args:
         schedule: the numbers of steps among the arguments of `ZeroOneAdam`, by name.
-        variance_floor: as in `ZeroOneAdam`.
-        error_dtype: the same.
+        warmup_bits, variance_floor, error_dtype: as in `ZeroOneAdam`.
 
     Raises:
         ValueError: naming the argument.
@@ -178,7 +180,9 @@ class ZeroOneAdamRule(UpdateRule):
     records_buckets = True
     has_local_steps = True
 
-    def __init__(self, schedule: dict[str, int], variance_floor: float, error_dtype: torch.dtype) -> None:
+    def __init__(
+        self, schedule: dict[str, int], warmup_bits: int | None, variance_floor: float, error_dtype: torch.dtype
+    ) -> None:
         for name, value in schedule.items():
             if not is_integer(value, 1, INT64_MAX):
                 raise ValueError(f"{name}={value!r}: expected a positive number of steps")
@@ -190,7 +194,9 @@ class ZeroOneAdamRule(UpdateRule):
             )
         check_error_dtype(error_dtype)
         check_floor(variance_floor)
+        check_warmup_bits(warmup_bits)
         self._schedule = schedule
+        self._warmup_bits = warmup_bits
         self._variance_floor = variance_floor
         self._error_dtype = error_dtype
         self._variance_steps = variance_steps(scaler, self._freeze_step)
@@ -201,7 +207,12 @@ class ZeroOneAdamRule(UpdateRule):
 
     def settings(self) -> dict[str, Any]:
         """See `UpdateRule`."""
-        return {**self._schedule, "variance_floor": self._variance_floor, "error_dtype": str(self._error_dtype)}
+        return {
+            **self._schedule,
+            "warmup_bits": self._warmup_bits,
+            "variance_floor": self._variance_floor,
+            "error_dtype": str(self._error_dtype),
+        }
 
     def bind(self, context: Context) -> tuple[dict[str, Compressor], State]:
         """See `UpdateRule`."""
@@ -214,8 +225,8 @@ class ZeroOneAdamRule(UpdateRule):
         """For each parameter, the bits `_PRESENT` and `_ANCHORED`."""
         state.common["interval"] = self._interval.memory
         state.checks["interval"] = steps_then_numbers(2, freezes=topology.compresses)
-        self._dense = Dense(context.kernels)
-        compressors: dict[str, Compressor] = {DENSE: self._dense}
+        self._mean = MeanGradient(context, state, self._warmup_bits, self._error_dtype)
+        compressors: dict[str, Compressor] = {DENSE: self._mean.compressor}
         if topology.compresses:
             self._signs = ScaledSign(layout, topology.node, context.kernels, self._error_dtype)
             state.include(self._signs.state())
@@ -243,7 +254,7 @@ class ZeroOneAdamRule(UpdateRule):
         self._interval.read()
         self._read_rates()
         if self._interval.frozen_at:
-            self.context.session.channels[DENSE].release()
+            self._mean.release()
 
     def channel(self) -> str:
         """See `UpdateRule`."""
@@ -300,7 +311,7 @@ class ZeroOneAdamRule(UpdateRule):
         """See `UpdateRule`."""
         session, scale = self.context.session, signed(scale, group)
         if session.uses(DENSE):
-            return self._dense.encode(part, grad, scale, SQUARABLE)
+            return self._mean.encode(part, grad, scale)
         if not self._interval.frozen_at:
             return self._signs.encode(part, grad, beta=0.0, weight=1.0, scale=scale)
         return self._signs.encode_momentum(
@@ -347,8 +358,8 @@ class ZeroOneAdamRule(UpdateRule):
         if not dense or self._adam.updates.now[position] > updates:  # the momentum contains signs
             eps = max(eps, self._adam.floor(position, updates, self._variance_floor))
         self._variance_updates.now[position] += dense
-        signs = None if dense else self._signs
-        self._adam.apply(position, parts, x, low, group, variance_updates=updates + dense, eps=eps, signs=signs)
+        gradient, updates = self._mean.floats if dense else self._signs, updates + dense
+        self._adam.apply(position, parts, x, low, group, variance_updates=updates, eps=eps, gradient=gradient)
 
     def _apply_local(self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None) -> None:
         group = self.context.group_index[position]
@@ -429,10 +440,13 @@ class ZeroOneAdamRule(UpdateRule):
     def portable(self, state: State, *, private: bool) -> State:
         """See `UpdateRule`."""
         whole = {name: values for name, values in state.whole.items() if name != "anchor"}
-        own, owned = {}, {}
+        own: Tensors = {}
+        owned: Tensors = {}
         if private and self.context.topology.compresses:
+            residuals = self._mean.residuals()
             self._signs.scale_residuals([1.0] * len(self.context.params))
-            own, owned = {"sent": self._signs.sent}, {"answered": self._signs.answered}
+            own |= {**residuals.own, "sent": self._signs.sent}
+            owned |= {**residuals.owned, "answered": self._signs.answered}
         if self._interval.frozen_at:
             # Each worker has its own momentum, and a rank keeps only that of its own slices.
             m, buckets = whole.pop("m"), self.context.layout.buckets
