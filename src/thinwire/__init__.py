@@ -12,6 +12,8 @@ Example::
 from thinwire import checkpoint
 from thinwire._version import __version__
 from thinwire.attach import attach
+from thinwire.averaging.handle import Compression
+from thinwire.compress import compress
 from thinwire.errors import CorruptCheckpoint, CorruptPacket, PeerLost, ReplicasDiffer, TooManySkips
 from thinwire.metrics import Metrics
 from thinwire.optimizers.birder import Birder
@@ -26,6 +28,7 @@ from thinwire.optimizers.zero_one_adam import ZeroOneAdam
 __all__ = [
     "Birder",
     "CDAdam",
+    "Compression",
     "CorruptCheckpoint",
     "CorruptPacket",
     "DistributedLion",
@@ -41,4 +44,5 @@ __all__ = [
     "__version__",
     "attach",
     "checkpoint",
+    "compress",
 ]

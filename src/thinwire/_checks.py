@@ -9,3 +9,13 @@ INT64_MAX = 2**63 - 1
 def is_integer(value: object, low: int, high: int) -> bool:
     """Whether a value is an integer from `low` to `high`. A bool is not accepted, although it is an int in Python."""
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def check_seed(seed: int) -> None:
+    """Reject a seed that is not an integer in [0, 2**63).
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    if not is_integer(seed, 0, INT64_MAX):
+        raise ValueError(f"seed={seed!r}: expected an integer in [0, 2**63)")

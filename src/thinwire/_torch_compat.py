@@ -8,7 +8,8 @@ the package metadata allows, and 2.13.0, the release that tests use, both have i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -218,6 +219,116 @@ class PythonProcessGroup(ProcessGroup):
 
     def _get_backend(self, device: torch.device) -> Any:
         return self
+
+
+# fully_shard (FSDP2) --------------------------------------------------------------------------------------------------
+
+
+def is_fully_sharded(model: nn.Module) -> bool:
+    """Whether `fully_shard` was applied to a module.
+
+    Only a program that has imported torch.distributed.fsdp has such modules. Importing it here would add half a second
+    to the import of thinwire. Since 2.6.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(model, fsdp.FSDPModule)
+
+
+class FsdpGroup:
+    """The parameters that one call of `fully_shard` communicates together.
+
+    torch has no public way to list the groups of a model, their parameters or their process groups. Since 2.6.
+
+    Args:
+        group: torch's own object.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    @classmethod
+    def all_of(cls, model: nn.Module) -> list[FsdpGroup]:
+        """The groups of a model, in the order of `model.modules()`: the root first. Backward ends with the root.
+
+        A module has one group in older releases. In 2.13 it has one for each mesh of its parameters.
+        """
+        found: dict[Any, None] = {}
+        for module in model.modules():
+            if is_fully_sharded(module):
+                state = module._get_fsdp_state()  # type: ignore[operator]
+                if hasattr(state, "_fsdp_param_groups"):
+                    found.update(dict.fromkeys(state._fsdp_param_groups))
+                elif state._fsdp_param_group is not None:
+                    found[state._fsdp_param_group] = None
+        return [cls(group) for group in found]
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The sharded parameters, which are DTensors."""
+        return [each.sharded_param for each in self._group.fsdp_params]
+
+    @property
+    def replicate_group(self) -> ProcessGroup | None:
+        """The ranks that hold the same shards; None on a mesh without a replicate dimension."""
+        return getattr(self._group.mesh_info, "replicate_process_group", None)
+
+    @replicate_group.setter
+    def replicate_group(self, group: ProcessGroup) -> None:
+        """Let FSDP call another process group to reduce the shards of gradients over the replicas.
+
+        `FSDPModule.set_all_reduce_hook` does not replace this reduction: the hook runs after it.
+        """
+        self._group.mesh_info.replicate_process_group = group
+
+    @property
+    def shard_group(self) -> ProcessGroup | None:
+        """The ranks that hold the other shards of the same replica; None on a mesh without a shard dimension."""
+        return getattr(self._group.mesh_info, "shard_process_group", None)
+
+    @property
+    def all_reduce_hook(self) -> Any:
+        """What the user gave to `FSDPModule.set_all_reduce_hook`, which has no counterpart that reads; or None."""
+        return getattr(self._group, "_all_reduce_hook", None)
+
+
+class LocalAllReduce(PythonProcessGroup):
+    """A process group whose all-reduce communicates nothing, because another exchange averages the result later.
+
+    `fully_shard` calls it instead of its replicate group. It has the rank and the size of that group, from which
+    `fully_shard` computes the factors that divide gradients. A sum is replaced by `size` times the local value, so that
+    the average over the ranks, taken later, is the sum. Since 2.6.
+
+    Args:
+        replaced: the group that it replaces.
+        on_all_reduce: called before each all-reduce.
+    """
+
+    def __init__(self, replaced: ProcessGroup, on_all_reduce: Callable[[], None]) -> None:
+        super().__init__(replaced.rank(), replaced.size())
+        self.replaced = replaced
+        self._on_all_reduce = on_all_reduce
+
+    def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions) -> None:  # type: ignore[override]
+        """Called by `torch.distributed.all_reduce`, which accepts None for work that is done."""
+        self._on_all_reduce()
+        if opts.reduceOp == dist.ReduceOp.SUM:
+            for tensor in tensors:
+                tensor.mul_(self.size())
+        elif opts.reduceOp != dist.ReduceOp.AVG:
+            raise NotImplementedError(f"all_reduce with {opts.reduceOp}: expected SUM or AVG")
+
+
+def post_accumulate_hooks(p: Tensor) -> list[Any]:
+    """The hooks that `register_post_accumulate_grad_hook` has registered on a parameter. Since 2.6."""
+    return list((getattr(p, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call a function when the backward pass under way ends, after what was queued before it.
+
+    torch has no public function for this; DDP and FSDP use this one. Since 2.6.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 # Tensors --------------------------------------------------------------------------------------------------------------

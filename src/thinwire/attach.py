@@ -8,7 +8,6 @@ lanes exchange the packets while backward continues. `.grad` stays the local gra
 
 # No `from __future__ import annotations` here: DDP checks the annotations of its hook, which must be types.
 import weakref
-from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from thinwire import _torch_compat
+from thinwire._ddp import check_hooks, disable_join
 from thinwire.kernels.modes import Scale
 from thinwire.optimizers.optimizer import WireOptimizer
 
@@ -68,7 +68,7 @@ def attach(
     optimizer._prepare(names)
     # _prepare() has compared the ranks. They are equal, so an error below occurs on all of them.
     model.register_comm_hook(None, _unexpected_exchange)
-    _disable_join(model)
+    disable_join(model, "attach")
     reference = _attachments.get(model.module)
     previous = reference() if reference is not None else None
     if previous is not None:
@@ -78,17 +78,7 @@ def attach(
 
 
 def _check_fit(model: DistributedDataParallel, optimizer: WireOptimizer) -> None:
-    hooks = _torch_compat.communication_hooks(model)
-    if hooks:
-        raise RuntimeError(
-            f"attach: the model has a communication hook already ({hooks[0]}), and DDP accepts only one. Wrap the "
-            "module in a new DistributedDataParallel, and call attach once"
-        )
-    if model.mixed_precision is not None:
-        raise ValueError(
-            "attach: the model was created with mixed_precision=, which replaces parameters during backward. Use "
-            "torch.autocast, or bfloat16 parameters, for which thinwire keeps fp32 masters"
-        )
+    check_hooks(model, "attach")
     ranks = torch.distributed.get_process_group_ranks(model.process_group)
     if ranks != optimizer._peers.ranks():
         raise ValueError(
@@ -111,17 +101,6 @@ def _unexpected_exchange(_: object, bucket: GradBucket) -> Future[Tensor]:
         f"DDP was about to exchange its bucket {bucket.index()}, but the model is attached to thinwire. Was "
         "require_backward_grad_sync changed between forward and backward?"
     )
-
-
-def _disable_join(model: DistributedDataParallel) -> None:
-    def join_hook(**_: Any) -> NoReturn:
-        raise RuntimeError(
-            "join() on a model attached to thinwire: ranks without data cannot take part in the exchange. Give all "
-            "ranks equally many batches, for example with DistributedSampler(drop_last=True)"
-        )
-
-    # DistributedDataParallel.join() and the Join context manager both call this before they send anything.
-    model.join_hook = join_hook  # type: ignore[method-assign]
 
 
 class _Attachment:

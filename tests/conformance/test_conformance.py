@@ -45,6 +45,7 @@ class Entry:
 
 
 WARM_UP = {"betas": (0.9, 0.9), "warmup_steps": 10}
+INT4 = {"warmup_bits": 4}
 VARIANCE = {
     "betas": (0.9, 0.9),
     "var_freeze_step": 10,
@@ -56,9 +57,12 @@ OPTIMIZERS = [
     Entry(thinwire.Birder, lr=0.02),
     Entry(thinwire.DistributedLion, lr=0.02),
     Entry(thinwire.OneBitAdam, 0.04, WARM_UP, dense_steps=3, buckets_matter=True),
+    Entry(thinwire.OneBitAdam, 0.04, {**WARM_UP, **INT4}, buckets_matter=True, variant="int4-warm-up"),
     Entry(thinwire.ZeroOneAdam, 0.06, VARIANCE, dense_steps=3, buckets_matter=True),
+    Entry(thinwire.ZeroOneAdam, 0.06, {**VARIANCE, **INT4}, buckets_matter=True, variant="int4-warm-up"),
     Entry(thinwire.Lamb, 0.05, dense_steps=3),
     Entry(thinwire.OneBitLamb, 0.12, WARM_UP, dense_steps=3, buckets_matter=True),
+    Entry(thinwire.OneBitLamb, 0.12, {**WARM_UP, **INT4}, buckets_matter=True, variant="int4-warm-up"),
     Entry(thinwire.CDAdam, 0.06, buckets_matter=True),
     Entry(thinwire.CDAdam, 0.06, {"codec": "topk", "ratio": 0.1}, buckets_matter=True, sparse=True, variant="topk"),
     Entry(thinwire.SketchedAMSGrad, 0.02, sparse=True),

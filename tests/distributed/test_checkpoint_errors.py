@@ -13,7 +13,7 @@ from torch import nn
 import thinwire
 from tests.harness import run_ranks
 from thinwire import checkpoint
-from thinwire.checkpoint._collective import on_all_ranks
+from thinwire.transport.failures import on_all_ranks
 from thinwire.transport.peers import Peers
 
 Told = tuple[str, int | None, str]

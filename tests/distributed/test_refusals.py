@@ -298,8 +298,8 @@ def backward_once_more_than_before(rank: int, world_size: int) -> None:
         (attach_other_optimizer, "TypeError", r"optimizer is .*AdamW, expected a thinwire optimizer"),
         (attach_some_parameters, "ValueError", r"does not hold parameter 'hidden\.bias'"),
         (attach_other_group, "ValueError", r"process group has ranks \[0, 1\], the optimizer's \[\d\]"),
-        (join_the_model, "RuntimeError", r"join\(\) on a model attached to thinwire: .*equally many batches"),
-        (join_from_outside, "RuntimeError", r"join\(\) on a model attached to thinwire"),
+        (join_the_model, "RuntimeError", r"join\(\) on a model after thinwire.attach: .*equally many batches"),
+        (join_from_outside, "RuntimeError", r"join\(\) on a model after thinwire.attach"),
         (
             backward_once_more_than_before,
             "RuntimeError",

@@ -67,7 +67,7 @@ def test_a_frozen_variance_is_refused_where_nothing_is_compressed(outcome: Outco
 
 # What all ranks share ------------------------------------------------------------------------------------------------
 
-OF_A_RANK = ("sent", "answered", "sent_scale", "answer_scale", "answer_scale_before")
+OF_A_RANK = ("sent", "answered", "sent_scale", "answer_scale", "answer_scale_before", "residual", "answer_residual")
 OF_A_RANK_TOO = {
     "Birder": ("m", "b"),
     "CDAdam": ("known", "said", "mean", "average"),
@@ -155,6 +155,22 @@ def assert_unsaid(outcome: Outcome, more: np.ndarray | float) -> None:
     assert_close(of_workers.mean(axis=0) + after.owner_errors(), more + kept * unsaid, rounding)
     assert_close(after.owner_errors(), kept * before.owner_errors(), rounding)
     assert (of_workers == of_workers[0]).all()
+
+
+@outcomes(lambda one: "warmup_bits" in one.case.entry.options and not one.refused)
+def test_residuals_of_a_quantised_warmup_are_averaged_at_workers_and_joined_at_owners(outcome: Outcome) -> None:
+    """With several workers; a single one quantises nothing. The switch drops all residuals."""
+    before, after = outcome.before, outcome.after
+    for states, grid in ((before, outcome.change.before), (after, outcome.change.after)):
+        assert ("residual" in states.names) == ("answer_residual" in states.names) == (grid.nodes > 1)
+    if "residual" not in before.names & after.names:
+        return
+    workers, owners = before.of_workers("residual"), before.of_owners("answer_residual")
+    assert workers.any() == owners.any() == (outcome.stage == DENSE)
+    kept = outcome.how == "average"
+    for worker in after.of_workers("residual"):
+        assert_close(worker, kept * workers.mean(axis=0), outcome.case.rounding)
+    np.testing.assert_array_equal(after.of_owners("answer_residual"), kept * owners)
 
 
 @each("CDAdam")

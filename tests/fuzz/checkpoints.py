@@ -2,7 +2,7 @@
 
 An accident must be recognised by its digest. A forgery may be refused in any documented way, or be loaded, if it is
 data; it must not run code, end the process or keep it busy. Whatever is refused has changed nothing, to the bit:
-neither model nor optimizer nor random states; and the checkpoint that was saved still loads.
+neither model nor optimizer nor compression nor random states; and the checkpoint that was saved still loads.
 """
 
 from __future__ import annotations
@@ -19,40 +19,60 @@ import tempfile
 import warnings
 import zipfile
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 import thinwire
+from tests.distributed.averaging_runs import Averaging, PlainLoop
 from tests.fuzz import mutate
 from thinwire import checkpoint
+from thinwire.averaging.handle import Compression
 from thinwire.checkpoint._load import OnMismatch
 from thinwire.checkpoint._manifest import MANIFEST, MODEL, _with_digest, rank_file
 from thinwire.errors import CorruptCheckpoint
-from thinwire.optimizers.optimizer import WireOptimizer
 
 _INPUT = struct.Struct("<BBB")
 _OWN = rank_file(0)
 _FILES = (MANIFEST, MODEL, _OWN)
 _WARM_UP = {"betas": (0.1, 0.5), "warmup_steps": 2}
 _LOCAL_STEPS = {"betas": (0.1, 0.5), "var_freeze_step": 2, "var_update_scaler": 1, "local_step_scaler": 1}
-_OPTIMIZERS: list[tuple[Callable[..., WireOptimizer], dict[str, Any], int, OnMismatch]] = [
-    (thinwire.Birder, {}, 2, "error"),
-    (thinwire.OneBitAdam, _WARM_UP, 3, "error"),
-    (thinwire.ZeroOneAdam, _LOCAL_STEPS, 5, "error"),
-    (thinwire.CDAdam, {}, 2, "error"),
-    (thinwire.SketchedAMSGrad, {"k": 4}, 2, "error"),
-    (thinwire.Lamb, {}, 2, "error"),
-    (thinwire.OneBitLamb, _WARM_UP, 3, "error"),
-    (thinwire.OneBitAdam, _WARM_UP, 3, "average"),
-    (thinwire.ZeroOneAdam, _LOCAL_STEPS, 5, "average"),
-    (thinwire.ZeroOneAdam, _LOCAL_STEPS, 5, "reset"),
-    (thinwire.CDAdam, {}, 2, "reset"),
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """An optimizer, and what it is saved and loaded with."""
+
+    optimizer: Callable[..., Optimizer]
+    settings: dict[str, Any] = field(default_factory=dict)
+    steps: int = 2
+    """How many are taken before it is saved."""
+    on_mismatch: OnMismatch = "error"
+    """Unless it is "error", those who load have other buckets than those who have saved, so that it is needed."""
+    averaging: Averaging | None = None
+    """How gradients are averaged, if that is not left to the optimizer."""
+
+
+_KINDS = [
+    _Kind(thinwire.Birder),
+    _Kind(thinwire.OneBitAdam, _WARM_UP, 3),
+    _Kind(thinwire.ZeroOneAdam, _LOCAL_STEPS, 5),
+    _Kind(thinwire.CDAdam),
+    _Kind(thinwire.SketchedAMSGrad, {"k": 4}),
+    _Kind(thinwire.Lamb),
+    _Kind(thinwire.OneBitLamb, _WARM_UP, 3),
+    _Kind(thinwire.OneBitAdam, _WARM_UP, 3, "average"),
+    _Kind(thinwire.ZeroOneAdam, _LOCAL_STEPS, 5, "average"),
+    _Kind(thinwire.ZeroOneAdam, _LOCAL_STEPS, 5, "reset"),
+    _Kind(thinwire.CDAdam, on_mismatch="reset"),
+    # Most compressors keep nothing on a single rank. This one does.
+    _Kind(torch.optim.AdamW, averaging=Averaging("powersgd", {"rank": 1})),
+    _Kind(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, averaging=Averaging("powersgd", {"rank": 1})),
 ]
-"""With settings, and how many steps are taken before they are saved. Unless the policy is "error", those who load have
-other buckets than those who have saved, so that the policy is needed."""
 _NAME = "000001-step-7"
 MARKER = Path("code-was-run")
 """What forged files would make, in the working directory, if their code ran."""
@@ -68,25 +88,29 @@ class Subject:
     def __init__(self, kind: int) -> None:
         self.saved = _saved(kind)
         """By the names of files."""
-        self.on_mismatch: OnMismatch = _OPTIMIZERS[kind][3]
-        self.model, self.optimizer = _make(kind, loads=True)
-        self._before = copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
+        self.on_mismatch: OnMismatch = _KINDS[kind].on_mismatch
+        self.model, self.optimizer, self.compression = _make(kind, loads=True)
+        self._before = copy.deepcopy([part.state_dict() for part in self._parts()])
         self._random = torch.get_rng_state(), random.getstate()
         self._now = self._everything()
         self._restored: list[Any] | None = None
 
+    def _parts(self) -> list[Any]:
+        return [self.model, self.optimizer, *([self.compression] if self.compression else [])]
+
     def _everything(self) -> list[Any]:
-        state = self.optimizer.state_dict()
-        tensors = [*self.model.state_dict().values(), *(t for of in state["state"].values() for t in of.values())]
+        model, *states = [part.state_dict() for part in self._parts()]
+        kept = [value for state in states for of_one in state["state"].values() for value in of_one.values()]
+        tensors = [value for value in (*model.values(), *kept, torch.get_rng_state()) if value is not None]
         return [
-            [(tensor.dtype, tensor.numpy().tobytes()) for tensor in (*tensors, torch.get_rng_state())],
+            [(tensor.dtype, tensor.numpy().tobytes()) for tensor in tensors],
             random.getstate(),
-            repr(state["param_groups"]),
+            repr([state["param_groups"] for state in states]),
         ]
 
     def require_as_it_was(self) -> None:
         """See that nothing has changed that a checkpoint would change."""
-        changed = [what for what, now, was in zip(_KINDS, self._everything(), self._now, strict=True) if now != was]
+        changed = [what for what, now, was in zip(_PARTS, self._everything(), self._now, strict=True) if now != was]
         assert not changed, f"a refused checkpoint has changed {' and '.join(changed)}"
 
     def require_restored(self) -> None:
@@ -102,36 +126,40 @@ class Subject:
 
     def renew(self) -> None:
         """Go back to how it was."""
-        self.model.load_state_dict(self._before[0])
-        self.optimizer.load_state_dict(self._before[1])
+        for part, before in zip(self._parts(), self._before, strict=True):
+            part.load_state_dict(copy.deepcopy(before))  # torch's optimizers keep the tensors that they load
         self.take_turn()
         assert self._everything() == self._now, "something was left behind that an honest state does not mend"
 
 
-_KINDS = ("tensors or torch's random state", "Python's random state", "parameter groups")
+_PARTS = ("tensors or torch's random state", "Python's random state", "parameter groups")
 
 
-def _make(kind: int, *, loads: bool) -> tuple[nn.Module, WireOptimizer]:
+def _make(kind: int, *, loads: bool) -> tuple[nn.Module, Optimizer, Compression | None]:
     """Those that have saved, or those that load, which have come to another state."""
     torch.manual_seed(kind + 1000 * loads)
     random.seed(kind + 1000 * loads)
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
-    optimizer, settings, steps, on_mismatch = _OPTIMIZERS[kind]
-    buckets = {} if on_mismatch == "error" or not loads else {"bucket_mb": 1.0}
-    made = optimizer(model.parameters(), **settings, **buckets)
-    for _ in range(steps):
+    chosen = _KINDS[kind]
+    buckets = {} if chosen.on_mismatch == "error" or not loads else {"bucket_mb": 1.0}
+    made = chosen.optimizer(model.parameters(), **chosen.settings, **buckets)
+    loop = PlainLoop(model, chosen.averaging) if chosen.averaging else None
+    for _ in range(chosen.steps):
         model(torch.randn(4, 3)).square().sum().backward()
+        if loop is not None:
+            loop.average()
         made.step()
         made.zero_grad()
-    return model, made
+    return model, made, Compression(loop.averager) if loop else None
 
 
 @functools.cache
 def _saved(kind: int) -> dict[str, bytes]:
     """The files of a checkpoint; the same in every process."""
-    model, optimizer = _make(kind, loads=False)
+    model, optimizer, compression = _make(kind, loads=False)
+    extra = {"schedule": [1, 2.5, "x"], "tensor": torch.ones(3)}
     with tempfile.TemporaryDirectory(prefix="thinwire-fuzz-") as folder:
-        path = checkpoint.save(folder, model, optimizer, 7, extra={"schedule": [1, 2.5, "x"], "tensor": torch.ones(3)})
+        path = checkpoint.save(folder, model, optimizer, 7, extra=extra, compression=compression)
         return {name: (path / name).read_bytes() for name in _FILES}
 
 
@@ -323,7 +351,7 @@ class Checkpoints:
 
     def make(self, draw: random.Random) -> bytes:
         """A file of a checkpoint, altered, and whether digests are to match."""
-        kind = draw.randrange(len(_OPTIMIZERS))
+        kind = draw.randrange(len(_KINDS))
         saved = _saved(kind)
         how = draw.randrange(12)
         forged = how > 4
@@ -389,7 +417,13 @@ class Checkpoints:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                checkpoint.load(self._folders[place], subject.model, subject.optimizer, on_mismatch=subject.on_mismatch)
+                checkpoint.load(
+                    self._folders[place],
+                    subject.model,
+                    subject.optimizer,
+                    on_mismatch=subject.on_mismatch,
+                    compression=subject.compression,
+                )
             except (CorruptCheckpoint, ValueError, RuntimeError) as error:
                 if type(error) not in (CorruptCheckpoint, ValueError, RuntimeError):
                     raise  # NotImplementedError is a RuntimeError too, UnicodeError a ValueError

@@ -210,5 +210,6 @@ def test_public_names() -> None:
         *("SketchedAMSGrad", "ZeroOneAdam"),
     ]
     errors = ["CorruptCheckpoint", "CorruptPacket", "PeerLost", "ReplicasDiffer", "TooManySkips"]
-    assert sorted(thinwire.__all__) == sorted(["Metrics", "__version__", "attach", "checkpoint", *optimizers, *errors])
+    others = ["Compression", "Metrics", "__version__", "attach", "checkpoint", "compress"]
+    assert sorted(thinwire.__all__) == sorted([*others, *optimizers, *errors])
     assert all(hasattr(thinwire, name) for name in thinwire.__all__)

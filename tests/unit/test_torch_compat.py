@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 from collections.abc import Iterator
 from datetime import timedelta
@@ -12,6 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
@@ -21,10 +24,15 @@ SOURCES = Path(thinwire.__file__).parent
 COMPAT = Path(_torch_compat.__file__)
 UNDOCUMENTED = {
     "alltoall_base",
+    "fsdp_params",
     "found_inf",
     "grad_scale",
+    "mesh_info",
+    "replicate_process_group",
     "require_backward_grad_sync",
     "require_forward_param_sync",
+    "shard_process_group",
+    "sharded_param",
 }
 """Names of torch without an underscore that belong into the module as well."""
 OF_PYTHON = {"_exit"}
@@ -237,6 +245,85 @@ def test_a_process_group_in_python() -> None:
     own = _torch_compat.PythonProcessGroup(1, 3)
     assert (own.rank(), own.size()) == (1, 3)
     assert _torch_compat.backends(own) == {"cpu": own}
+
+
+@pytest.fixture
+def sharded(group: dist.ProcessGroup) -> nn.Sequential:
+    """Two groups on a mesh of one replica and one shard."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def test_fsdp_groups(sharded: nn.Sequential) -> None:
+    assert _torch_compat.is_fully_sharded(sharded)
+    assert not _torch_compat.is_fully_sharded(nn.Linear(2, 2))
+    root, first = _torch_compat.FsdpGroup.all_of(sharded)
+    assert [id(p) for p in root.parameters] == [id(p) for p in sharded[1].parameters()]
+    assert [id(p) for p in first.parameters] == [id(p) for p in sharded[0].parameters()]
+    mesh = root.parameters[0].device_mesh  # type: ignore[attr-defined]
+    assert root.replicate_group is mesh.get_group("replicate")
+    assert root.shard_group is mesh.get_group("shard")
+    assert root.all_reduce_hook is None
+    hook = print
+    sharded.set_all_reduce_hook(hook)  # type: ignore[operator]
+    assert root.all_reduce_hook is hook
+    assert first.all_reduce_hook is None
+
+
+def test_a_mesh_without_replicas(group: dist.ProcessGroup) -> None:
+    model = nn.Linear(3, 4)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    (only,) = _torch_compat.FsdpGroup.all_of(model)
+    assert only.replicate_group is None
+    assert only.shard_group is not None
+
+
+@pytest.mark.parametrize("sums", [False, True])
+def test_fully_shard_calls_the_group_that_replaces_its_own(sharded: nn.Sequential, sums: bool) -> None:
+    x, calls = torch.randn(5, 3, requires_grad=True), []
+    sharded(x).square().sum().backward()
+    expected = [p.grad.to_local().clone() for p in sharded.parameters()]  # type: ignore[union-attr]
+    sharded.zero_grad()
+    sharded.set_force_sum_reduction_for_comms(sums)  # type: ignore[operator]
+    for number, each in enumerate(_torch_compat.FsdpGroup.all_of(sharded)):
+        replaced = _torch_compat.PythonProcessGroup(1, 4)
+        replacement = _torch_compat.LocalAllReduce(replaced, functools.partial(calls.append, number))
+        assert (replacement.rank(), replacement.size(), replacement.replaced) == (1, 4, replaced)
+        each.replicate_group = replacement
+    sharded(x).square().sum().backward()
+    assert calls == [1, 0]  # once per group; the root is the last
+    for p, grad in zip(sharded.parameters(), expected, strict=True):
+        assert p.grad is not None
+        assert torch.equal(p.grad.to_local(), grad)  # type: ignore[attr-defined]
+
+
+def test_a_group_that_sums() -> None:
+    group = _torch_compat.LocalAllReduce(_torch_compat.PythonProcessGroup(1, 4), lambda: None)
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor, dist.ReduceOp.AVG, group)
+    assert torch.equal(tensor, torch.ones(3))
+    dist.all_reduce(tensor, dist.ReduceOp.SUM, group)  # the mean of four such values is the sum of four ones
+    assert torch.equal(tensor, torch.full((3,), 4.0))
+    with pytest.raises(NotImplementedError, match="expected SUM or AVG"):
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group)
+
+
+def test_end_of_backward() -> None:
+    parameter, calls = nn.Parameter(torch.ones(2)), []
+    assert _torch_compat.post_accumulate_hooks(parameter) == []
+
+    def accumulated(p: torch.Tensor) -> None:
+        _torch_compat.at_end_of_backward(lambda: calls.append("end"))
+        calls.append("accumulated")
+
+    parameter.register_post_accumulate_grad_hook(accumulated)
+    assert _torch_compat.post_accumulate_hooks(parameter) == [accumulated]
+    parameter.sum().backward()
+    assert calls == ["accumulated", "end"]
 
 
 def test_tensors() -> None:

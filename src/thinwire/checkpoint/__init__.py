@@ -8,11 +8,20 @@
         if (step + 1) % 500 == 0:
             checkpoint.save("checkpoints", model, opt, step + 1, extra={"schedule": schedule.state_dict()})
 
+With `thinwire.compress` the optimizer is any of torch.optim, or your own. Give the object that `compress` returned::
+
+    compression = thinwire.compress(model, "int4")
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    found = checkpoint.load("checkpoints", model, opt, compression=compression)
+    checkpoint.save("checkpoints", model, opt, step, compression=compression)
+
+The residuals of a compression belong to the state of a run, as the moments of AdamW do. They differ between ranks.
+
 All ranks of the optimizer's process group call `save` and `load`. A run that resumes with the number of ranks that
-saved continues, to the bit, as if it had not stopped. The checkpoint contains the model, each rank's optimizer state,
-the random states of torch (CPU, and the CUDA devices of the model) and of Python's `random`, and your own data in
-`extra`, such as the states of a scheduler, a sampler, a GradScaler, or NumPy's random state as numbers. Wrap the model
-in DDP before you call `load`, because DDP copies the model of rank 0 to all ranks.
+saved continues, to the bit, as if it had not stopped. The checkpoint contains the model, each rank's optimizer state
+and residuals, the random states of torch (CPU, and the CUDA devices of the model) and of Python's `random`, and your
+own data in `extra`, such as the states of a scheduler, a sampler, a GradScaler, or NumPy's random state as numbers.
+Wrap the model in DDP before you call `load`, because DDP copies the model of rank 0 to all ranks.
 
 Workers under `torchrun --max-restarts` need nothing else, see `examples/resume.py`. Set
 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun. Otherwise its store keeps the addresses of dead workers, and new
@@ -25,7 +34,7 @@ Files::
       000017-step-1200/        a sequence number, then the step
         manifest.json          the run that saved it; size and SHA-256 of every file, and of the manifest itself
         model.pt               the state dict of the model, for use without thinwire
-        rank-00000.pt …        one per rank: optimizer state, buffers, random states, `extra`
+        rank-00000.pt …        one per rank: optimizer state, residuals, buffers, random states, `extra`
       .lock                    locked by the run that writes to the directory; names the process
 
 Between two synchronizations of 0/1 Adam replicas differ. The rank files then contain each rank's model as well, and
@@ -35,11 +44,12 @@ The directory may be on a file system that all machines share, or on a local dis
 files of its own ranks.
 
 One run at a time writes to a directory. From its first `save` on a run holds an OS lock (flock) on `.lock`, until its
-optimizer is closed or collected, or its processes end. If a second run saves to the same directory, all its ranks raise
-BlockingIOError before they write anything. The OS releases the lock when the process ends, even if it is killed, so a
-restart needs no cleanup; a `.lock` file without a process locks nothing. Ranks of one run share the lock, and so do
-optimizers of one process. `load` needs no lock: you can evaluate a checkpoint while its run continues. If the file
-system has no locks, `save` gives a RuntimeWarning and continues without one. On NFS the lock works between machines.
+optimizer or compression is closed or collected, or its processes end. If a second run saves to the same directory, all
+its ranks raise BlockingIOError before they write anything. The OS releases the lock when the process ends, even if it
+is killed, so a restart needs no cleanup; a `.lock` file without a process locks nothing. Ranks of one run share the
+lock, and so do optimizers of one process. `load` needs no lock: you can evaluate a checkpoint while its run continues.
+If the file system has no locks, `save` gives a RuntimeWarning and continues without one. On NFS the lock works between
+machines.
 
 A checkpoint is written under a temporary name, flushed to the disk (fsync), and then renamed. A crash at any moment
 leaves earlier checkpoints intact; the next `save` removes incomplete ones. If machines crash between their renames,
@@ -54,13 +64,14 @@ torch.distributed.checkpoint is not used for three reasons. It unpickles its `.m
 needs a file system that all ranks share. It stores one tensor per name, but optimizer states have the same names on all
 ranks.
 
-You can also call `opt.state_dict()` yourself. Each rank has its own state, so every rank must save and load its own: in
-a file with its rank in the name, or in torch.distributed.checkpoint under a key with its rank in it. If only the state
-of rank 0 is saved, as by most trainers and by torch.distributed.checkpoint without such keys, all ranks load that one.
-Birder, Lamb and SketchedAMSGrad then give a RuntimeWarning. Replicas stay equal, but the states of the other ranks are
-lost: the averages of their own gradients, which recover within about 1/(1-β) steps, and their residuals, in whose place
-the residual of rank 0 is applied once per rank. Never do this with the other optimizers: they keep state for the shards
-that a rank owns, and rank 0 has only its own.
+You can also call `state_dict()` of a thinwire optimizer, or of a compression, yourself. Each rank has its own state, so
+every rank must save and load its own: in a file with its rank in the name, or in torch.distributed.checkpoint under a
+key with its rank in it. If only the state of rank 0 is saved, as by most trainers and by torch.distributed.checkpoint
+without such keys, all ranks load that one. Birder, Lamb and SketchedAMSGrad then give a RuntimeWarning. Replicas stay
+equal, but the states of the other ranks are lost: the averages of their own gradients, which recover within about
+1/(1-β) steps, and their residuals, in whose place the residual of rank 0 is applied once per rank. Never do this with
+the other optimizers, or with a compression: they keep state for the shards that a rank owns, and rank 0 has only its
+own.
 """
 
 from __future__ import annotations
@@ -70,10 +81,12 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
+from thinwire.averaging.handle import Compression
 from thinwire.checkpoint._load import Checkpoint, LoadOperation, OnMismatch
+from thinwire.checkpoint._optimizers import Optimizers
 from thinwire.checkpoint._save import SaveOperation
-from thinwire.optimizers.optimizer import WireOptimizer
 
 __all__ = ["Checkpoint", "load", "save"]
 
@@ -81,49 +94,56 @@ __all__ = ["Checkpoint", "load", "save"]
 def save(
     path: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: WireOptimizer,
+    optimizer: Optimizer,
     step: int,
     *,
     extra: dict[str, Any] | None = None,
     keep: int | None = 3,
+    compression: Compression | None = None,
 ) -> Path:
     """Save a checkpoint. All ranks call it, after `optimizer.step()`.
 
     Args:
         path: the directory of checkpoints; created if it does not exist.
         model: a module. DistributedDataParallel and torch.compile around it are not saved.
-        optimizer: a thinwire optimizer.
+        optimizer: a thinwire optimizer; with `compression`, any torch.optim.Optimizer. The state of a second one, such
+            as AdamW beside Muon, may go to `extra`: it is the same on all ranks.
         step: the number of steps taken, as you count them; the same on all ranks.
         extra: what `load` returns to this rank: tensors, numbers, strings, and lists, tuples and dicts of these.
         keep: how many checkpoints to keep, this one included; None for all.
+        compression: what `thinwire.compress` returned for this model; None with a thinwire optimizer.
 
     Returns:
         The directory of the checkpoint.
 
     Raises:
-        TypeError, ValueError: on every rank, if the arguments of any rank are wrong.
+        TypeError, ValueError: on every rank, if the arguments of any rank are wrong. On this rank alone, if neither
+            `optimizer` nor `compression` is thinwire's: they connect the ranks.
         BlockingIOError: on every rank, if another run saves to the directory of any rank.
         OSError: on every rank, if any rank cannot write its files; with the class and errno of the lowest such rank.
             The message lists the ranks.
         RuntimeError: on every rank, if any rank is between backward and `step()`.
     """
-    return SaveOperation(path, model, _checked(optimizer), step, extra, keep).run()
+    return SaveOperation(path, model, Optimizers(optimizer, compression), step, extra, keep).run()
 
 
 def load(
     path: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: WireOptimizer,
+    optimizer: Optimizer,
     *,
     on_mismatch: OnMismatch = "error",
     fallback: bool = False,
+    compression: Compression | None = None,
 ) -> Checkpoint | None:
-    """Load the newest checkpoint that all ranks have. All ranks call it, before or after `thinwire.attach`.
+    """Load the newest checkpoint that all ranks have. All ranks call it, before or after `thinwire.attach`, or after
+    `thinwire.compress`.
 
     All ranks load it or none does. They read all files and check them against the model and the optimizer before they
     change anything. If loading fails nevertheless, for example in a hook of a module, all ranks restore what they had:
-    parameters, buffers, extra state of modules, optimizer state and random states. Until the checkpoint is loaded, a
-    copy of these is kept in host memory. It is as large as the model and its optimizer, in addition to the files.
+    parameters, buffers, extra state of modules, optimizer state, residuals and random states. Until the checkpoint is
+    loaded, a copy of these is kept in host memory. It is as large as the model and its optimizer, in addition to the
+    files.
 
     Args:
         path: the directory of checkpoints.
@@ -131,8 +151,10 @@ def load(
         optimizer: of the same class, with the same parameter groups.
         on_mismatch: what to do if the checkpoint was saved by another number of ranks, by other nodes, or, if the state
             depends on it, with another `bucket_mb`. "error" raises ValueError; "average" combines the states of all
-            ranks; "reset" starts with a new state. For the latter two each machine needs the files of all ranks.
+            ranks; "reset" starts with a new state. For the latter two each machine needs the files of all ranks. With
+            `compression` both are about residuals. The state of `optimizer` is the same on all ranks and continues.
         fallback: whether to load an older checkpoint, with a RuntimeWarning, if one is damaged.
+        compression: what `thinwire.compress` returned for this model; None with a thinwire optimizer.
 
     Returns:
         What was loaded, or None if there is no checkpoint.
@@ -140,19 +162,9 @@ def load(
     Raises:
         CorruptCheckpoint: on every rank, if a file that any rank needs is damaged, or if ranks have checkpoints, but
             none in common.
-        ValueError: on every rank, if the checkpoint is of another class, or of other ranks with
-            `on_mismatch="error"`, or does not fit.
+        TypeError: as in `save`.
+        ValueError: on every rank, if the checkpoint is of another class, with or without compression, or of other
+            ranks with `on_mismatch="error"`, or does not fit.
         RuntimeError: on every rank, if the model has other entries, shapes or dtypes.
     """
-    return LoadOperation(path, model, _checked(optimizer), on_mismatch, fallback).run()
-
-
-def _checked(optimizer: object) -> WireOptimizer:
-    # Raised on this rank alone: the optimizer is what connects it to the others.
-    if not isinstance(optimizer, WireOptimizer):
-        raise TypeError(
-            f"optimizer is {type(optimizer).__module__}.{type(optimizer).__name__}, expected a thinwire "
-            "optimizer, for example thinwire.Birder"
-        )
-    optimizer._peers.check_initialized_first()
-    return optimizer
+    return LoadOperation(path, model, Optimizers(optimizer, compression), on_mismatch, fallback).run()

@@ -16,19 +16,18 @@ from typing import Any, Literal, TypeVar, get_args
 
 from torch import nn
 
-from thinwire.checkpoint._collective import on_all_ranks
 from thinwire.checkpoint._directory import CheckpointDirectory, CheckpointName
 from thinwire.checkpoint._files import damaged, read_bytes, read_tensors
 from thinwire.checkpoint._manifest import MANIFEST, MODEL, Manifest, decode, rank_file
-from thinwire.checkpoint._model import check_model_state, checked_model, unwrapped
+from thinwire.checkpoint._model import check_model, check_model_state, checked_model, unwrapped
+from thinwire.checkpoint._optimizers import Optimizers
 from thinwire.checkpoint._random_states import check_random_states, restore_random_states
 from thinwire.checkpoint._rank_contents import checked_rank
 from thinwire.checkpoint._snapshot import Snapshot
 from thinwire.errors import CorruptCheckpoint, PeerLost, name_ranks
 from thinwire.optimizers import reshard
-from thinwire.optimizers import state_dict as state_dicts
-from thinwire.optimizers.optimizer import WireOptimizer
 from thinwire.optimizers.reshard import Policy, SavedRun
+from thinwire.transport.failures import on_all_ranks
 
 T = TypeVar("T")
 
@@ -59,7 +58,7 @@ class LoadOperation:
     Args:
         path: the directory of checkpoints.
         model: the model, with or without wrappers.
-        optimizer: a thinwire optimizer.
+        optimizers: the optimizer, and the compression of its gradients, if any.
         on_mismatch: what to do with the state of another number or order of ranks.
         fallback: whether to load an older checkpoint if one is damaged.
     """
@@ -68,14 +67,14 @@ class LoadOperation:
         self,
         path: str | os.PathLike[str],
         model: nn.Module,
-        optimizer: WireOptimizer,
+        optimizers: Optimizers,
         on_mismatch: OnMismatch,
         fallback: bool,
     ) -> None:
-        self._path, self._model, self._optimizer = path, model, optimizer
+        self._path, self._model, self._optimizers = path, model, optimizers
         self._on_mismatch: OnMismatch = on_mismatch
         self._fallback = fallback
-        self._peers = optimizer._peers
+        self._peers = optimizers.peers
 
     def run(self) -> Checkpoint | None:
         """Load the newest checkpoint that all ranks have; None if no rank has any.
@@ -106,14 +105,14 @@ class LoadOperation:
                 )
 
     def _find(self) -> list[CheckpointName]:
-        if not isinstance(self._model, nn.Module):
-            raise TypeError(f"model is {type(self._model).__name__}, expected a torch.nn.Module")
+        check_model(self._model)
         if self._on_mismatch not in get_args(OnMismatch):
             raise ValueError(f"on_mismatch={self._on_mismatch!r}: expected 'error', 'average' or 'reset'")
-        if any(self._optimizer._session.encoded):
+        self._optimizers.check()
+        if any(self._optimizers.wire._session.encoded):
             raise RuntimeError(
-                "checkpoint.load() between backward and step(): gradients of this step have been sent already. Load "
-                "before backward, or after step()"
+                f"checkpoint.load() {self._optimizers.wire._exchange_time}: gradients of this step have been sent "
+                "already. Load before backward, or after step()"
             )
         self._directory = CheckpointDirectory(Path(self._path))
         self._module = unwrapped(self._model)
@@ -122,7 +121,7 @@ class LoadOperation:
     def _load(self, name: CheckpointName) -> Checkpoint:
         directory = self._directory.final(name)
         manifest = self._agreed_manifest(directory, name)
-        self._check_class(manifest, name)
+        on_all_ranks(self._peers, lambda: self._check_class(manifest, name))
         differences = self._differences(manifest)
         if not differences:
             extra = self._restore(directory, manifest)
@@ -150,39 +149,39 @@ class LoadOperation:
         return manifest
 
     def _check_class(self, manifest: Manifest, name: CheckpointName) -> None:
-        own = type(self._optimizer).__name__
+        own = self._optimizers.name
         if manifest.optimizer != own:
             raise ValueError(f"{name} is a checkpoint of {manifest.optimizer}, this optimizer is {own}")
 
     def _differences(self, manifest: Manifest) -> list[str]:
         """The differences between the saved run and this one that prevent an exact resume, for the error message."""
-        optimizer, differences = self._optimizer, []
+        wire, differences = self._optimizers.wire, []
         if manifest.world_size != self._peers.size:
             differences.append(f"{manifest.world_size} ranks (now {self._peers.size})")
-        elif manifest.nodes != optimizer._topology.nodes:
-            differences.append(f"nodes {_in_brackets(manifest.nodes)} (now {_in_brackets(optimizer._topology.nodes)})")
+        elif manifest.nodes != wire._topology.nodes:
+            differences.append(f"nodes {_in_brackets(manifest.nodes)} (now {_in_brackets(wire._topology.nodes)})")
         # For the same class and nodes, either both states depend on the buckets or neither does.
-        cut = optimizer.param_groups[0]["wire_buckets"] != "any"
-        if cut and manifest.bucket_mb != optimizer._bucket_mb:
-            differences.append(f"bucket_mb={manifest.bucket_mb} (now {optimizer._bucket_mb})")
+        cut = wire.param_groups[0]["wire_buckets"] != "any"
+        if cut and manifest.bucket_mb != wire._bucket_mb:
+            differences.append(f"bucket_mb={manifest.bucket_mb} (now {wire._bucket_mb})")
         return differences
 
     # Restore it ------------------------------------------------------------------------------------------------------
 
     def _restore(self, directory: Path, manifest: Manifest) -> dict[str, Any]:
         """Restore the state that each rank saved."""
-        model_state, own = self._on_all_ranks(directory, lambda: _read(directory, manifest, self._peers.rank))
+        model_state, own = self._on_all_ranks(directory, lambda: self._read(directory, manifest, self._peers.rank))
 
         def check() -> None:
             check_model_state(self._module, model_state)
             with warnings.catch_warnings(record=True):  # load_state_dict() gives the same warnings again
-                state_dicts.check(self._optimizer, own["optimizer"])
+                self._optimizers.check_contents(own)
             check_random_states(self._module, own["random"])
 
         self._on_all_ranks(directory, check)
 
         def apply() -> None:
-            self._optimizer.load_state_dict(own["optimizer"])
+            self._optimizers.load(own)
             restore_random_states(self._module, own["random"])
 
         self._change(directory, model_state, apply)
@@ -193,23 +192,42 @@ class LoadOperation:
 
         def read() -> tuple[Contents, Contents, reshard.JoinedState]:
             _require_all_files(directory, manifest)
-            model_state, first = _read(directory, manifest, 0)
+            model_state, first = self._read(directory, manifest, 0)
             check_model_state(self._module, model_state)
+            self._optimizers.check_plain(first)
 
             def state_of(rank: int) -> dict[str, Any]:
                 # One at a time: memory may be too small for all of them.
-                return (first if rank == 0 else _read_rank(directory, manifest, rank))["optimizer"]
+                contents = first if rank == 0 else self._read_rank(directory, manifest, rank)
+                return self._optimizers.wire_state(contents)
 
             run = SavedRun(manifest.nodes, manifest.bucket_mb, state_of)
-            return model_state, first, reshard.read(self._optimizer, run, how)
+            return model_state, first, reshard.read(self._optimizers.wire, run, how)
 
         model_state, first, joined = self._on_all_ranks(directory, read)
-        self._change(directory, model_state, lambda: reshard.load(self._optimizer, joined))
+
+        def apply() -> None:
+            reshard.load(self._optimizers.wire, joined)
+            self._optimizers.load_plain(first)
+
+        self._change(directory, model_state, apply)
         return first["extra"]
+
+    def _read(self, directory: Path, manifest: Manifest, rank: int) -> tuple[Contents, Contents]:
+        """The state of the model on a rank, and the contents of that rank's file."""
+        path = directory / MODEL
+        model_state = checked_model(path, read_tensors(path, manifest.files[MODEL]))
+        own = self._read_rank(directory, manifest, rank)
+        model_state.update(own["model"])  # in place: an attribute of the state dict holds the versions of modules
+        return model_state, own
+
+    def _read_rank(self, directory: Path, manifest: Manifest, rank: int) -> Contents:
+        path = directory / rank_file(rank)
+        return checked_rank(path, read_tensors(path, manifest.files[rank_file(rank)]), self._optimizers)
 
     def _change(self, directory: Path, model_state: Contents, apply: Callable[[], None]) -> None:
         """Load the model, then call `apply`, on all ranks or on none."""
-        snapshot = on_all_ranks(self._peers, lambda: Snapshot(self._module, self._optimizer))
+        snapshot = on_all_ranks(self._peers, lambda: Snapshot(self._module, self._optimizers))
         models_loaded = False
         try:
             self._on_all_ranks(directory, lambda: self._module.load_state_dict(model_state, strict=True))
@@ -218,7 +236,7 @@ class LoadOperation:
             models_loaded = True
             self._on_all_ranks(directory, apply)
         except BaseException:
-            snapshot.restore(optimizer=models_loaded)
+            snapshot.restore(optimizers=models_loaded)
             raise
 
     def _on_all_ranks(self, directory: Path, action: Callable[[], T]) -> T:
@@ -242,20 +260,6 @@ def _read_manifest(directory: Path, name: CheckpointName) -> Manifest:
     if manifest.step != name.step:
         raise damaged(path, f"is of step {manifest.step}, but the name of its directory says step {name.step}")
     return manifest
-
-
-def _read(directory: Path, manifest: Manifest, rank: int) -> tuple[Contents, Contents]:
-    """The state of the model on a rank, and the contents of that rank's file."""
-    path = directory / MODEL
-    model_state = checked_model(path, read_tensors(path, manifest.files[MODEL]))
-    own = _read_rank(directory, manifest, rank)
-    model_state.update(own["model"])  # in place: an attribute of the state dict holds the versions of modules
-    return model_state, own
-
-
-def _read_rank(directory: Path, manifest: Manifest, rank: int) -> Contents:
-    path = directory / rank_file(rank)
-    return checked_rank(path, read_tensors(path, manifest.files[rank_file(rank)]))
 
 
 @contextmanager

@@ -39,7 +39,7 @@ class Manifest:
     """The version of thinwire that wrote it."""
     step: int
     optimizer: str
-    """The name of the optimizer's class."""
+    """The name of the optimizer's class; with "with thinwire.compress" if a compression averages its gradients."""
     world_size: int
     nodes: tuple[tuple[int, ...], ...]
     bucket_mb: float | None

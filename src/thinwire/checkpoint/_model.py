@@ -25,6 +25,30 @@ def unwrapped(model: nn.Module) -> nn.Module:
         model = inner
 
 
+def check_model(model: object) -> None:
+    """Reject what cannot be saved as one model.
+
+    Raises:
+        TypeError: if it is not a module, or if this rank has only shards of its parameters.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is {type(model).__name__}, expected a torch.nn.Module")
+    sharded = [name for name, p in model.named_parameters() if _is_sharded(p)]
+    if sharded:
+        raise TypeError(
+            f"model has sharded parameters, such as {sharded[0]!r}, of which each rank has a part: save the model and "
+            "its optimizer with torch.distributed.checkpoint, and the state_dict() of the compression on every rank"
+        )
+
+
+def _is_sharded(p: torch.Tensor) -> bool:
+    if not hasattr(p, "__tensor_flatten__"):
+        return False
+    from torch.distributed.tensor import DTensor  # slow to import, and only models with such parameters need it
+
+    return isinstance(p, DTensor)
+
+
 def private_state(module: nn.Module, *, synchronized: bool) -> dict[str, Any]:
     """The entries of the state dict that may differ between ranks: buffers, and parameters unless `synchronized`."""
     shared = {name for name, _ in module.named_parameters(remove_duplicate=False)} if synchronized else set()

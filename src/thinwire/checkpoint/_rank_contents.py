@@ -1,4 +1,4 @@
-"""The contents of a rank's file: optimizer state, private part of the model, random states, and the user's `extra`."""
+"""The contents of a rank's file: states of optimizers, the private part of the model, random states and `extra`."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from torch import nn
 
 from thinwire.checkpoint._files import damaged
 from thinwire.checkpoint._model import private_state
+from thinwire.checkpoint._optimizers import Optimizers
 from thinwire.checkpoint._random_states import random_states
-from thinwire.optimizers.optimizer import WireOptimizer
 
-_PARTS = {"optimizer": dict, "model": dict, "random": dict, "extra": dict}
-_OPTIMIZER_PARTS = {"state": dict, "param_groups": list}
+_PARTS = {"model": dict, "random": dict, "extra": dict}
+_STATE_DICT_PARTS = {"state": dict, "param_groups": list}
 _RANDOM_PARTS = {"torch": torch.Tensor, "python": tuple, "cuda": list}
 
 
-def rank_contents(module: nn.Module, optimizer: WireOptimizer, extra: dict[str, Any]) -> dict[str, Any]:
+def rank_contents(module: nn.Module, optimizers: Optimizers, extra: dict[str, Any]) -> dict[str, Any]:
     """What this rank saves.
 
     Raises:
-        RuntimeError: between backward and `step()`.
+        RuntimeError: while an exchange is under way.
     """
     return {
-        "optimizer": optimizer.state_dict(),
-        "model": private_state(module, synchronized=optimizer.is_synchronized),
+        **optimizers.contents(),
+        "model": private_state(module, synchronized=optimizers.wire.is_synchronized),
         "random": random_states(module),
         "extra": extra,
     }
 
 
-def checked_rank(path: Path, contents: Any) -> dict[str, Any]:
+def checked_rank(path: Path, contents: Any, optimizers: Optimizers) -> dict[str, Any]:
     """The contents of a rank's file.
 
     Raises:
@@ -40,12 +40,15 @@ def checked_rank(path: Path, contents: Any) -> dict[str, Any]:
     """
     if not (
         _has_parts(contents, _PARTS)
-        and _has_parts(contents["optimizer"], _OPTIMIZER_PARTS)
-        and all(isinstance(group, dict) for group in contents["optimizer"]["param_groups"])
+        and all(_is_state_dict(contents.get(part)) for part in optimizers.parts)
         and _has_parts(contents["random"], _RANDOM_PARTS)
     ):
         raise damaged(path, "is not the file of a rank")
     return contents
+
+
+def _is_state_dict(contents: Any) -> bool:
+    return _has_parts(contents, _STATE_DICT_PARTS) and all(isinstance(each, dict) for each in contents["param_groups"])
 
 
 def _has_parts(contents: Any, parts: dict[str, type]) -> bool:

@@ -6,6 +6,7 @@ import functools
 import os
 import shutil
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,15 @@ from torch import nn
 
 from thinwire._checks import INT64_MAX, is_integer
 from thinwire._version import __version__
-from thinwire.checkpoint._collective import on_all_ranks
 from thinwire.checkpoint._directory import CheckpointDirectory, CheckpointName, random_token
 from thinwire.checkpoint._files import make_directories, sync_directory, write_bytes, write_tensors
 from thinwire.checkpoint._lock import DirectoryLock, release
 from thinwire.checkpoint._manifest import MANIFEST, MODEL, Entry, Manifest, rank_file
-from thinwire.checkpoint._model import unwrapped
+from thinwire.checkpoint._model import check_model, unwrapped
+from thinwire.checkpoint._optimizers import Optimizers
 from thinwire.checkpoint._rank_contents import rank_contents
 from thinwire.errors import name_ranks
-from thinwire.optimizers.optimizer import WireOptimizer
+from thinwire.transport.failures import on_all_ranks
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class _Proposal:
     """What each rank sends to the others before anything is written."""
 
     step: int
+    optimizer: str
     token: str
 
 
@@ -39,7 +41,7 @@ class SaveOperation:
     Args:
         path: the directory of checkpoints.
         model: the model, with or without wrappers.
-        optimizer: a thinwire optimizer.
+        optimizers: the optimizer, and the compression of its gradients, if any.
         step: the number of steps taken, as the user counts them.
         extra: further data that this rank saves.
         keep: how many checkpoints to keep; None for all.
@@ -49,12 +51,12 @@ class SaveOperation:
         self,
         path: str | os.PathLike[str],
         model: nn.Module,
-        optimizer: WireOptimizer,
+        optimizers: Optimizers,
         step: int,
         extra: dict[str, Any] | None,
         keep: int | None,
     ) -> None:
-        self._path, self._model, self._optimizer = path, model, optimizer
+        self._path, self._model, self._optimizers = path, model, optimizers
         self._step, self._extra, self._keep = step, extra, keep
 
     def run(self) -> Path:
@@ -63,7 +65,7 @@ class SaveOperation:
         Raises:
             Exception: on every rank, if a stage fails on any. The temporary directory is removed.
         """
-        peers = self._optimizer._peers
+        peers = self._optimizers.peers
         self._agree(peers.gather(on_all_ranks(peers, self._propose)))
         self._lock()
         try:
@@ -78,35 +80,33 @@ class SaveOperation:
         return self._directory.final(self._name)
 
     def _propose(self) -> _Proposal:
-        _check(self._model, self._step, self._extra, self._keep)
+        check_model(self._model)
+        _check(self._step, self._extra, self._keep)
+        self._optimizers.check()
         self._directory = CheckpointDirectory(Path(self._path))
         self._module = unwrapped(self._model)
-        self._contents = rank_contents(self._module, self._optimizer, self._extra or {})
+        self._contents = rank_contents(self._module, self._optimizers, self._extra or {})
         make_directories(self._directory.path)
-        return _Proposal(self._step, random_token())
+        return _Proposal(self._step, self._optimizers.name, random_token())
 
     def _agree(self, proposals: list[_Proposal]) -> None:
-        steps = [proposal.step for proposal in proposals]
-        if len(set(steps)) > 1:
-            listed = [
-                f"step={step} on {name_ranks([rank for rank, other in enumerate(steps) if other == step])}"
-                for step in sorted(set(steps))
-            ]
-            raise ValueError(f"ranks save different steps: {', '.join(listed)}. All ranks must save the same step")
+        _require_same("step", [proposal.step for proposal in proposals])
+        _require_same("optimizer", [proposal.optimizer for proposal in proposals])
         self._token = proposals[0].token
         self._temporary = self._directory.temporary(self._token)
 
     def _lock(self) -> None:
         """Lock the directory against other runs, and choose the name of the checkpoint."""
-        peers, lock = self._optimizer._peers, DirectoryLock(self._directory.path, self._token, self._optimizer)
+        peers, owner = self._optimizers.peers, self._optimizers.wire
+        lock = DirectoryLock(self._directory.path, self._token, owner)
         try:
             on_all_ranks(peers, lock.try_acquire)
             on_all_ranks(peers, lock.verify)
         except BaseException:
             lock.undo()
             raise
-        if not self._optimizer._at_close:
-            self._optimizer._at_close.append(functools.partial(release, id(self._optimizer)))
+        if not owner._at_close:
+            owner._at_close.append(functools.partial(release, id(owner)))
         # List the names only now: no other run can add one any more.
         seen: list[list[CheckpointName]] = peers.gather(on_all_ranks(peers, self._directory.names))
         newest = max((name.sequence for names in seen for name in names), default=0)
@@ -118,23 +118,24 @@ class SaveOperation:
         # _remove_old() reports what is left.
         self._directory.sweep(exclude=self._token, ignore_errors=True)
         self._temporary.mkdir(exist_ok=True)
-        file = self._temporary / rank_file(self._optimizer._peers.rank)
-        return write_tensors(file, self._contents, "`extra`, parameter groups and the model's buffers")
+        file = self._temporary / rank_file(self._optimizers.peers.rank)
+        return write_tensors(file, self._contents, "`extra`, the optimizer's state and the model's buffers")
 
     def _write_shared(self, entries: list[Entry]) -> None:
-        self._writes_shared = self._directory.is_lowest_rank(self._token, self._optimizer._peers.rank)
+        self._writes_shared = self._directory.is_lowest_rank(self._token, self._optimizers.peers.rank)
         if not self._writes_shared:
             return
         state = self._module.state_dict()
         files = {MODEL: write_tensors(self._temporary / MODEL, state, "the model's state dict")}
         files |= {rank_file(rank): entry for rank, entry in enumerate(entries)}
+        wire = self._optimizers.wire
         manifest = Manifest(
             thinwire=__version__,
             step=self._step,
-            optimizer=type(self._optimizer).__name__,
-            world_size=self._optimizer._peers.size,
-            nodes=self._optimizer._topology.nodes,
-            bucket_mb=self._optimizer._bucket_mb,
+            optimizer=self._optimizers.name,
+            world_size=self._optimizers.peers.size,
+            nodes=wire._topology.nodes,
+            bucket_mb=wire._bucket_mb,
             files=files,
         )
         write_bytes(self._temporary / MANIFEST, manifest.encode())
@@ -164,9 +165,16 @@ class SaveOperation:
             )
 
 
-def _check(model: object, step: object, extra: object, keep: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is {type(model).__name__}, expected a torch.nn.Module")
+def _require_same(name: str, values: Sequence[int | str]) -> None:
+    if len(set(values)) > 1:
+        listed = [
+            f"{name}={value} on {name_ranks([rank for rank, other in enumerate(values) if other == value])}"
+            for value in sorted(set(values))
+        ]
+        raise ValueError(f"ranks save different {name}s: {', '.join(listed)}. All ranks must save the same {name}")
+
+
+def _check(step: object, extra: object, keep: object) -> None:
     if not is_integer(step, 0, INT64_MAX):
         raise ValueError(f"step={step!r}: expected the number of steps taken, an integer")
     if extra is not None and not isinstance(extra, dict):

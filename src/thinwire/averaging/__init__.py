@@ -1,0 +1,1 @@
+"""Compressed averaging of gradients, for any optimizer: what `thinwire.compress` is made of."""

@@ -1,0 +1,117 @@
+"""The exchange behind `thinwire.compress`: a thinwire optimizer that averages gradients and moves nothing.
+
+It is a `WireOptimizer` for what these share: the agreement of ranks, connections, checks of replicas, state dicts,
+and continuing on another number of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from thinwire.averaging.rule import AveragingRule
+from thinwire.optimizers.inputs import mark_averaged
+from thinwire.optimizers.optimizer import Unpack, WireOptimizer, WireOptions
+
+
+class GradientAverager(WireOptimizer):
+    """Averages the gradients of some parameters over all ranks.
+
+    For each exchange call `begin`, `add` for every parameter in any order, and `finish`.
+
+    Args:
+        params: the parameters.
+        rule: averages them.
+        process_group, topology, mesh, node_dtype, bucket_mb, max_consecutive_skips, check_replicas_every: see
+            `thinwire.Birder`.
+    """
+
+    _rule: AveragingRule
+
+    def __init__(self, params: Iterable[Tensor], rule: AveragingRule, **wire: Unpack[WireOptions]) -> None:
+        super().__init__(params, {}, rule, **wire)
+        mark_averaged(self._flat_params, self)
+        self._position_of = {p: position for position, p in enumerate(self._flat_params)}
+
+    def begin(self, loss_scale: float = 1.0) -> None:
+        """Begin an exchange. All ranks call it at the same point of their programs.
+
+        Args:
+            loss_scale: what the gradients were multiplied by.
+
+        Raises:
+            RuntimeError: on every rank, if ranks disagree: after `load_state_dict` they compare their states again.
+        """
+        self._prepare()
+        self._rule.use_loss_scale(loss_scale)
+
+    @property
+    def params(self) -> Sequence[Tensor]:
+        """The parameters, in the order of the flat space."""
+        return self._flat_params
+
+    @property
+    def connected(self) -> bool:
+        """Whether an exchange can begin without an agreement of all ranks."""
+        return self._session.connected
+
+    @torch.no_grad()
+    def encode(self, p: Tensor, gradient: Tensor) -> None:
+        """Encode the gradient of a parameter, a vector in memory order, before `add` says where the mean goes."""
+        self._encode_once(self._position_of[p], gradient)
+
+    @torch.no_grad()
+    def add(self, p: Tensor, gradient: Tensor, *, present: bool = True) -> None:
+        """Add a parameter to the exchange, and encode its gradient if `encode` has not.
+
+        Args:
+            p: the parameter.
+            gradient: a vector in memory order. `finish` overwrites it with the mean, unless the parameter has no
+                gradient on any rank.
+            present: whether this rank has a gradient for it. Otherwise it sends zeros, and keeps its residual.
+        """
+        position = self._position_of[p]
+        self._rule.gradients[position] = gradient
+        if not self._session.encoded[position]:
+            self._encode_once(position, gradient if present else None)
+
+    def _encode_once(self, position: int, gradient: Tensor | None) -> None:
+        with self.abort_on_error():
+            if self._session.encoded[position]:
+                raise RuntimeError(
+                    f"parameter {self._names.get(self._flat_params[position], position)!r} got a gradient twice in one "
+                    "exchange. The backward before this one failed: make a new model and a new compression"
+                )
+            self._encode(position, gradient, 1.0)
+
+    @torch.no_grad()
+    def finish(self) -> list[Tensor]:
+        """Wait for the exchange, and write the means.
+
+        If a gradient was not finite on any rank, all gradients become NaN on all ranks.
+
+        Returns:
+            The parameters that have a gradient on some rank.
+        """
+        gradients = self._rule.gradients
+        self._take_step(1.0)
+        if self._overflowed:
+            for gradient in gradients:
+                if gradient is not None:
+                    gradient.fill_(math.nan)
+        # The memory belongs to the caller, who may release it.
+        self._rule.gradients = [None] * len(gradients)
+        return [self._flat_params[position] for position in self._rule.present()]
+
+    def abort_on_error(self) -> AbstractContextManager[None]:
+        """See `Transport.abort_on_error`."""
+        return self._session.transport.abort_on_error()
+
+
+def loss_scale(grad_scaler: torch.amp.GradScaler | None) -> float:
+    """What a scaler multiplies the loss by; 1 without one."""
+    return grad_scaler.get_scale() if grad_scaler is not None and grad_scaler.is_enabled() else 1.0

@@ -1,0 +1,53 @@
+"""What `thinwire.compress` returns: the state and the metrics of compressed averaging."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from thinwire.averaging.averager import GradientAverager
+from thinwire.metrics import Metrics
+
+
+class Compression:
+    """The compressed averaging of a model's gradients, as `thinwire.compress` returns it, to save and to measure.
+
+    It stays active as long as the model exists, whether or not you keep this object.
+
+    Args:
+        averager: averages the gradients.
+    """
+
+    def __init__(self, averager: GradientAverager) -> None:
+        self._averager = averager
+
+    def metrics(self) -> Metrics:
+        """The bytes, times and counters of this rank since the start. A step is one exchange: a backward that
+        synchronizes. `contraction` is the squared relative error of this rank's last message."""
+        return self._averager.metrics()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The residuals of this rank, in the form of an optimizer's state dict.
+
+        Each rank has its own, and must save and load its own: see `thinwire.checkpoint`.
+
+        Raises:
+            RuntimeError: during backward.
+        """
+        return self._averager.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue with residuals that `state_dict()` returned on the same rank of a run with as many ranks. Call it on
+        all ranks, between two backward passes. The next backward compares the states of all ranks again.
+
+        A compressor or options other than those that were saved give a RuntimeWarning if the residuals fit.
+
+        Raises:
+            TypeError: if it is not a dict.
+            ValueError: if they are of another rank, number of ranks or topology, or do not fit the model or the
+                compressor. Nothing has changed then.
+        """
+        self._averager.load_state_dict(state_dict)
+
+    def close(self) -> None:
+        """End threads and connections. The model can take no more steps."""
+        self._averager.close()
