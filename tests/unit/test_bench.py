@@ -126,6 +126,17 @@ def test_exchange_of_optimizers_that_always_compress(optimizer: str, bytes_allow
     assert 1.0 < step["details"]["bytes_sent"] / (bits * 7_173_888 / 8) < 1.02
 
 
+def test_exchange_of_compressed_averages() -> None:
+    elements, bits = 1 << 20, 4.25
+    memory, average, step = run_ranks(measured, 2, "compress-int4", elements)[0]
+    # A residual of 4 bytes, half as many for the shards that one of two ranks owns, and packets.
+    assert memory["name"] == "peak memory beyond DDP's and AdamW's"
+    assert memory["details"]["bytes_in_tensors_per_parameter"] == pytest.approx(4 + 2 + 3 * bits / 2 / 8, abs=0.5)
+    assert average["baseline"] == "all_reduce of fp32"
+    assert 1.0 < average["details"]["bytes_sent"] / (bits * elements / 8) < 1.01
+    assert 1.0 < step["details"]["bytes_sent"] / (bits * 7_173_888 / 8) < 1.02
+
+
 def test_the_table_of_an_exchange_is_about_the_optimizer() -> None:
     row = bench_exchange.ExchangeResult("update", 0.05, "s", "AdamW", 0.1, 2.0, True, {"encode_seconds": 0.01})
     console = Console(file=io.StringIO(), width=200)

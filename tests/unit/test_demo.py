@@ -22,8 +22,8 @@ from typer.testing import CliRunner
 
 from tests.harness import run_ranks
 from thinwire.cli.app import app
+from thinwire.cli.averagings import contenders
 from thinwire.cli.charlm import Corpus, ModelShape
-from thinwire.cli.registry import offered
 from thinwire.cli.report import Comparison, print_comparison
 from thinwire.cli.schedule import is_due, learning_rate_factor
 from thinwire.cli.training import StepSeconds, TrainingConfig, TrainingResult, train
@@ -241,6 +241,7 @@ BITS_OF_ALL_STEPS = {
     "cd-adam-momentum": 1,
     "cd-adam-topk": 1,
     "sketched-amsgrad": 32 * (5 / 50 + 2 / 100),
+    "compress-int4": 4 + 16 / 64,
 }
 
 
@@ -258,10 +259,10 @@ def test_who_compresses_from_the_first_step_on(optimizer: str) -> None:
 
 
 @pytest.mark.parametrize("steps", [1, 2, 7, 50, 400, 4000])
-@pytest.mark.parametrize("name", offered("demo"))
+@pytest.mark.parametrize("name", contenders("demo"))
 def test_settings_suit_runs_of_any_length(name: str, steps: int) -> None:
     plan = TrainingConfig("", ModelShape(1, 32, 16), 2, steps, 0, name)
-    plan.build([nn.Parameter(torch.ones(3))])
+    plan.prepare(nn.ParameterList([torch.ones(3)]))
     settings = plan.settings()
     if "warmup_steps" in settings and steps == 400:
         assert (settings["warmup_steps"], settings["betas"]) == (60, (0.8, 0.95))

@@ -60,6 +60,15 @@ def test_train_ddp(tmp_path: Path) -> None:
     assert 30 < dense / sent < 32
 
 
+def test_train_fsdp(tmp_path: Path) -> None:
+    output = run(TORCHRUN, "train_fsdp.py", cwd=tmp_path)
+    losses = losses_in(output)
+    assert len(losses) == 4
+    assert losses[-1] < losses[0] / 3
+    sent, dense = (float(figure.replace(",", "")) for figure in re.findall(r"[\d,]{4,}", output.splitlines()[-1]))
+    assert 7 < dense / sent < 7.6  # 32 / 4.25 bits, without headers and padding
+
+
 @pytest.mark.parametrize(("launcher", "ranks"), [(PYTHON, 1), (TORCHRUN, 2)], ids=["python", "torchrun"])
 def test_without_ddp(launcher: list[str], ranks: int, tmp_path: Path) -> None:
     output = run(launcher, "without_ddp.py", cwd=tmp_path)

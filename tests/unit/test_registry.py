@@ -1,4 +1,4 @@
-"""The registry of optimizers: it has all of them, and one entry is enough for every command."""
+"""The tables of optimizers and averagings: one entry is enough for every command."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 import torch
 
 import thinwire
+from thinwire.cli.averagings import AVERAGINGS, COMMANDS, contenders
 from thinwire.cli.registry import ALL_COMMANDS, OPTIMIZERS, offered
 
 NAMES = {
@@ -29,6 +30,15 @@ def test_names_of_every_command() -> None:
     assert {command: " ".join(offered(command)) for command in sorted(ALL_COMMANDS)} == NAMES
 
 
+def test_names_of_averagings() -> None:
+    names = "compress-int8 compress-int4 compress-int3 compress-int2 compress-topk compress-powersgd"
+    assert " ".join(AVERAGINGS) == names
+    for command in ALL_COMMANDS:
+        added = [name for name in contenders(command) if name not in offered(command)]
+        assert added == (list(AVERAGINGS) if command in COMMANDS else [])
+    assert {"demo", "bench exchange", "bench step"} == COMMANDS
+
+
 def test_every_public_optimizer_is_registered() -> None:
     public = [getattr(thinwire, name) for name in thinwire.__all__]
     classes = {c for c in public if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)}
@@ -43,6 +53,8 @@ from thinwire.cli import registry
 registry.OPTIMIZERS["another"] = registry.Entry(
     "another", "Another", thinwire.CDAdam, lr=1e-3, search=registry.Search(4e-3, ((0.0, 0.99),) * 3)
 )
+from thinwire.cli import averagings
+averagings.AVERAGINGS["compress-qsgd"] = averagings.Averaging("qsgd")
 from itertools import islice
 from typer.testing import CliRunner
 from thinwire.cli.app import app
@@ -62,11 +74,16 @@ print(json.dumps({
     "chaos": "another" in {episode.optimizer_name for episode in islice(episodes(0, 2), 20)},
     "selftest": "Another" in {subject.label for subject in SUBJECTS},
     "study": "another" in STUDIED,
+    "averaging in demo": "compress-qsgd" in help_of("demo"),
+    "averaging in soak": "compress-qsgd" in help_of("soak"),
+    "averaging in bench exchange": "compress-qsgd" in help_of("bench", "exchange"),
+    "averaging in bench step": "compress-qsgd" in METHODS,
+    "averaging in study": "compress-qsgd" in STUDIED,
 }))
 """
 
 
-def test_one_entry_adds_an_optimizer_to_all_commands() -> None:
+def test_one_entry_adds_an_optimizer_or_an_averaging_to_all_commands() -> None:
     done = subprocess.run([sys.executable, "-c", ADD_ONE], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

@@ -25,6 +25,7 @@ from typer.testing import CliRunner
 import thinwire
 from tests.harness import run_ranks
 from thinwire.cli.app import app
+from thinwire.cli.averagings import AVERAGINGS
 from thinwire.cli.charlm import ModelShape
 from thinwire.cli.schedule import is_due
 from thinwire.cli.study.images import read_idx, read_pictures
@@ -147,7 +148,7 @@ def test_pictures_that_are_told_apart_count(tmp_path: Path) -> None:
 
 def train_in_rank(rank: int, world_size: int, runs: list[Run]) -> list[Result]:
     torch.set_num_threads(1)
-    return [train(rank, world_size, run, lambda _: None, attach=True) for run in runs]
+    return [train(rank, world_size, run, lambda _: None, ddp=True) for run in runs]
 
 
 def test_virtual_and_real_workers_give_the_same_results(tmp_path: Path) -> None:
@@ -167,8 +168,9 @@ def test_virtual_and_real_workers_give_the_same_results(tmp_path: Path) -> None:
         assert sum(steps for steps, _ in result.bytes_sent) == run.task.steps
 
 
-def test_a_run_that_diverges_says_so(tmp_path: Path) -> None:
-    run = Run(small(tmp_path, "text", steps=130), "onebit-lamb", Setting(1e30, (0.9, 0.95), 0.1), 0)
+@pytest.mark.parametrize("method", ["onebit-lamb", "compress-int4"])
+def test_a_run_that_diverges_says_so(tmp_path: Path, method: str) -> None:
+    run = Run(small(tmp_path, "text", steps=130), method, Setting(1e30, (0.9, 0.95), 0.1), 0)
     result = run_virtually(run)
     assert math.isnan(result.final.loss)
     assert run.task.value(result.final) == math.inf
@@ -279,8 +281,8 @@ def test_one_beta_is_the_papers_rule() -> None:
     for downlink in get_args(Downlink):
         method = METHODS[f"birder-{downlink}"]
         for betas in method.betas:
-            optimizer = method.build([nn.Parameter(torch.ones(3))], Setting(1e-3, betas, 0.1), Course(10, 0))
-            [group] = optimizer.param_groups
+            model = nn.ParameterList([torch.ones(3)])
+            [group] = method.prepare(model, Setting(1e-3, betas, 0.1), Course(10, 0)).optimizer.param_groups
             paper = len(betas) == 1
             assert (group["beta"], group["beta_b"]) == (betas[0], None if paper else betas[1])
             assert group["gain"] == (1.0 if paper else method.fixed["gain"])
@@ -309,6 +311,20 @@ def test_a_store_keeps_results_and_forgets_what_was_defined_otherwise(tmp_path: 
     (tmp_path / "elsewhere").write_text("other words " * 100, encoding="utf-8")
     other = replace(task, sources=replace(task.sources, text=tmp_path / "elsewhere"))
     assert not Store(out, other, "lion", other.data()).results
+
+
+def test_a_store_notices_another_compressor_or_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    task, setting, out = small(tmp_path, "text", steps=1), Setting(1e-3, (0.9, 0.95), 0.1), tmp_path / "out"
+    Store(out, task, "compress-int4", task.data()).add(run_virtually(Run(task, "compress-int4", setting, 1)))
+    assert Store(out, task, "compress-int4", task.data()).find(setting, 1) is not None
+    (out / task.name / "compress-int4.json").rename(out / task.name / "compress-int8.json")
+    assert not Store(out, task, "compress-int8", task.data()).results
+    (out / task.name / "compress-int8.json").rename(out / task.name / "compress-int4.json")
+    other = replace(
+        METHODS["compress-int4"], fixed=replace(AVERAGINGS["compress-int4"], options={"block": 32}).definition()
+    )
+    monkeypatch.setitem(METHODS, "compress-int4", other)
+    assert not Store(out, task, "compress-int4", task.data()).results
 
 
 def summary(task: Task, method: str, ends: list[float], sent: float = 1000.0) -> Summary:
@@ -367,9 +383,10 @@ def test_the_page_has_the_tables_that_the_command_prints(tmp_path: Path) -> None
     assert rates(by_task) in page
     for task in tasks(Sources()).values():
         found = summaries(copied, task, list(METHODS))
-        assert {summary.method.name for summary in found} == {
-            name for name, method in METHODS.items() if method.only in (None, task.name)
-        }
+        shown = {summary.method.name for summary in found}
+        assert shown == {path.stem for path in (copied / task.name).glob("*.json")}
+        searched = {name for name, method in METHODS.items() if method.settings_of is None}
+        assert shown >= {name for name in searched if METHODS[name].only in (None, task.name)}
         assert section(task, found) in page
         assert f"convergence/{task.name}.png" in page
 
@@ -404,6 +421,31 @@ def test_a_whole_study_that_is_stopped_and_goes_on(tmp_path: Path) -> None:
     task = replace(tasks(where)["text"], steps=2)
     assert len(summaries(tmp_path / "out", task, list(METHODS))) == 2
     assert "Birder, bit" in tables
+
+
+@pytest.mark.timeout(180)
+def test_compressed_averages_run_with_the_settings_of_adamw(tmp_path: Path) -> None:
+    out, where = tmp_path / "out", sources(tmp_path)
+    arguments = ["--output", str(out), "--text", str(where.text), "--steps", "2", "--jobs", "2", "--task", "text"]
+    compressed = ["--method", "compress-int4"]
+    told = invoke(*arguments, *compressed)
+    assert told.exit_code == 2
+    assert "'compress-int4' runs with the settings of 'adamw'" in told.output
+    assert "--method adamw" in told.output
+    # The settings of AdamW are known when its search is complete: it goes first, whatever the order.
+    done = invoke(*arguments, *compressed, "--method", "adamw")
+    assert done.exit_code == 0, done.output
+    assert "AdamW, int4" in done.output
+    task = replace(tasks(where)["text"], steps=2)
+    found = {summary.method.name: summary for summary in summaries(out, task, list(METHODS))}
+    assert found["compress-int4"].setting == found["adamw"].setting
+    path = out / "text" / "compress-int4.json"
+    stored = json.loads(path.read_text(encoding="utf-8"))
+    assert [run["seed"] for run in stored["runs"]] == list(FRESH_SEEDS), "it searches nothing"
+    # Results of settings that AdamW no longer has are not shown.
+    moved = [{**run, "setting": {**run["setting"], "lr": 123.0}} for run in stored["runs"]]
+    path.write_text(json.dumps({**stored, "runs": moved}), encoding="utf-8")
+    assert [summary.method.name for summary in summaries(out, task, list(METHODS))] == ["adamw"]
 
 
 def test_ctrl_c_ends_it_and_all_its_runs(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from rich.table import Table
 
 import thinwire
 from thinwire.cli import bench_bytes, bench_exchange, bench_kernels
+from thinwire.cli.averagings import contenders
 from thinwire.cli.bench_exchange import RepeatDone
 from thinwire.cli.launch import run_local_ranks
 from thinwire.cli.options import (
@@ -29,7 +30,6 @@ from thinwire.cli.options import (
     optimizer_name,
     output_file,
 )
-from thinwire.cli.registry import offered
 from thinwire.cli.report import byte_count
 from thinwire.cli.step import command as step_command
 from thinwire.cli.step.methods import LARGEST_BUCKET_MB, SMALLEST_BUCKET_MB
@@ -89,7 +89,7 @@ def kernels(
 @app.command()
 def exchange(
     ranks: _Ranks = 4,
-    optimizer: Annotated[str, optimizer_name(offered("bench exchange"), "What is measured")] = "birder",
+    optimizer: Annotated[str, optimizer_name(contenders("bench exchange"), "What is measured")] = "birder",
     elements: Annotated[int, integer(FEWEST_ELEMENTS, "Size of the update.", maximum=MOST_ELEMENTS)] = 25_000_000,
     repeats: _Repeats = 11,
     batch: Annotated[
@@ -99,19 +99,22 @@ def exchange(
         Downlink | None, typer.Option(show_default="bit", help="What comes back from Birder's vote.")
     ] = None,
     bucket_mb: Annotated[
-        float | None, number(SMALLEST_BUCKET_MB, LARGEST_BUCKET_MB, "The optimizer's bucket_mb.")
+        float | None, number(SMALLEST_BUCKET_MB, LARGEST_BUCKET_MB, "The bucket_mb of thinwire.")
     ] = None,
     as_json: _Json = False,
     out: _Out = None,
 ) -> None:
-    """A whole update and a training step between local ranks, against all-reduce + AdamW and DDP + AdamW."""
+    """A whole update and a training step between local ranks, against all-reduce + AdamW and DDP + AdamW.
+
+    With compress-…, an exchange alone instead of an update, against all-reduce.
+    """
     check_elements(elements, ranks)
     config = bench_exchange.ExchangeConfig(
         optimizer, elements, repeats, batch, downlink_of(optimizer, downlink), bucket_mb
     )
     rows: list[bench_exchange.ExchangeResult] = _measured_by_ranks(bench_exchange.measure, ranks, config)
     if not as_json:
-        Console().print(_exchange_table(config.entry.label, ranks, rows))
+        Console().print(_exchange_table(config.contender.label, ranks, rows))
     settings = {"ranks": ranks, **asdict(config)}
     _write("exchange", settings, [asdict(row) for row in rows], as_json=as_json, out=out)
 
@@ -167,7 +170,7 @@ def step(
     html: Annotated[Path | None, output_file("Write a page with charts that needs no network.")] = None,
     png: Annotated[Path | None, output_file("Write the charts as a picture.")] = None,
 ) -> None:
-    """Measure training steps over slow links, with today's methods and with thinwire's optimizers.
+    """Measure training steps over slow links, with today's methods, thinwire's optimizers and thinwire.compress.
 
     Hosts are network namespaces of this machine (Linux, root, ip and tc). Every method takes turns with all others.
     """

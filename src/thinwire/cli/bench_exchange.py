@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
+from thinwire.cli.averagings import Averaging, Contender, contender
 from thinwire.cli.charlm import CharTransformer, ModelShape
 from thinwire.cli.launch import Report
-from thinwire.cli.registry import OPTIMIZERS, Entry
 from thinwire.optimizers.optimizer import WireOptimizer
 
 SHAPE = ModelShape(layers=9, width=256, context=64)
@@ -30,7 +30,7 @@ VOCABULARY = 96
 
 @dataclass(frozen=True)
 class ExchangeConfig:
-    """What to measure, and how often. ``optimizer`` is a name in the registry."""
+    """What to measure, and how often. ``optimizer`` is the name of a contender."""
 
     optimizer: str
     elements: int
@@ -40,13 +40,27 @@ class ExchangeConfig:
     bucket_mb: float | None
 
     @property
-    def entry(self) -> Entry:
-        """The optimizer that is measured."""
-        return OPTIMIZERS[self.optimizer].with_downlink(self.downlink)
+    def contender(self) -> Contender:
+        """What is measured."""
+        return contender(self.optimizer, self.downlink)
 
-    def build(self, params: Any, settings: Mapping[str, Any]) -> WireOptimizer:
-        """The optimizer with these settings."""
-        return self.entry.build(params, {**settings, "bucket_mb": self.bucket_mb})
+    def exchange(self, p: nn.Parameter, settings: Mapping[str, Any]) -> Exchange:
+        """The exchange of one parameter, without DDP."""
+        measured = self.contender
+        if isinstance(measured, Averaging):
+            adamw = measured.alone([p], {}, bucket_mb=self.bucket_mb)
+            return Exchange(adamw.average, adamw.averager)
+        optimizer = measured.build([p], {**settings, "bucket_mb": self.bucket_mb})
+        return Exchange(optimizer.step, optimizer)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """An update by one of thinwire's optimizers, or the averaging of a gradient."""
+
+    run: Callable[[], object]
+    by: WireOptimizer
+    """What holds the state and the packets."""
 
 
 @dataclass(frozen=True)
@@ -88,13 +102,17 @@ def _memory(ours: nn.Parameter, config: ExchangeConfig) -> ExchangeResult:
     before = _peak_bytes(reset=True)
     counted = _largest_tensor_bytes(ours, config)
     extra = counted if before is None else (_peak_bytes(reset=False) or 0) - before
+    if isinstance(config.contender, Averaging):
+        name, baseline, theirs = "peak memory beyond DDP's and AdamW's", "a gradient in fp32", 4.0
+    else:
+        name, baseline, theirs = "peak memory beyond parameters and gradients", "AdamW's two fp32 moments", 8.0
     return ExchangeResult(
-        name="peak memory beyond parameters and gradients",
+        name=name,
         value=extra / config.elements,
         unit="bytes per parameter",
-        baseline="AdamW's two fp32 moments",
-        baseline_value=8.0,
-        ratio=extra / config.elements / 8.0,
+        baseline=baseline,
+        baseline_value=theirs,
+        ratio=extra / config.elements / theirs,
         higher_is_better=False,
         details={"bytes_in_tensors_per_parameter": counted / config.elements},
     )
@@ -102,46 +120,47 @@ def _memory(ours: nn.Parameter, config: ExchangeConfig) -> ExchangeResult:
 
 def _largest_tensor_bytes(ours: nn.Parameter, config: ExchangeConfig) -> int:
     """Take a step of every kind; the most bytes in tensors after any of them, touched or not."""
-    settings, steps = config.entry.stages.every_kind
-    optimizer = config.build([ours], {**config.entry.options, **settings})
+    settings, steps = config.contender.stages.every_kind
+    exchange = config.exchange(ours, {**config.contender.options, **settings})
     largest = 0
     for _ in range(steps):
-        optimizer.step()
-        largest = max(largest, _tensor_bytes(optimizer))
+        exchange.run()
+        largest = max(largest, _tensor_bytes(exchange.by))
     return largest
 
 
 def _update(report: Report, ours: nn.Parameter, config: ExchangeConfig) -> ExchangeResult:
-    """Encode to applied, for one big gradient that is already there."""
-    optimizer = config.build([ours], config.entry.measured())
-    _settle(config, optimizer.step)
+    """Encode to applied, for one big gradient that is already there; or encode to decoded, if AdamW applies it."""
+    exchange = config.exchange(ours, config.contender.measured())
+    _settle(config, exchange.run)
     assert ours.grad is not None
     theirs = nn.Parameter(torch.zeros(config.elements))
     theirs.grad = ours.grad.clone()
     adamw = torch.optim.AdamW([theirs], fused=True)
+    stage = config.contender.stages.measured_name
+    if isinstance(config.contender, Averaging):
+        name, baseline, applies = f"average of {config.elements:,} elements", "all_reduce of fp32", False
+    else:
+        name = f"update of {config.elements:,} elements{stage}, encode to applied"
+        baseline, applies = "all_reduce of fp32 + fused AdamW", True
 
-    def all_reduce_and_adamw() -> None:
+    def all_reduce() -> None:
         assert theirs.grad is not None
         dist.all_reduce(theirs.grad)
-        adamw.step()
+        if applies:
+            adamw.step()
 
-    metrics = optimizer.metrics()
-    mine, baseline = _take_turns(report, "update", config.repeats, optimizer.step, all_reduce_and_adamw)
-    return _speed_up(
-        f"update of {config.elements:,} elements{config.entry.stages.measured_name}, encode to applied",
-        mine,
-        "all_reduce of fp32 + fused AdamW",
-        baseline,
-        details=_where_time_went(metrics, optimizer.metrics()),
-    )
+    before = exchange.by.metrics()
+    mine, other = _take_turns(report, "update", config.repeats, exchange.run, all_reduce)
+    return _speed_up(name, mine, baseline, other, details=_where_time_went(before, exchange.by.metrics()))
 
 
 def _training_step(report: Report, config: ExchangeConfig) -> ExchangeResult:
     """Forward, backward and step of the 7 M transformer."""
     torch.manual_seed(0)
     ours, theirs = (DistributedDataParallel(CharTransformer(VOCABULARY, SHAPE)) for _ in range(2))
-    optimizer = config.build(ours.parameters(), config.entry.measured())
-    thinwire.attach(ours, optimizer)
+    prepared = config.contender.prepare(ours, config.contender.measured(), bucket_mb=config.bucket_mb)
+    assert prepared.metrics is not None, "thinwire exchanges"
     adamw = torch.optim.AdamW(theirs.parameters(), fused=True)
     windows = torch.randint(VOCABULARY, (config.batch, SHAPE.context + 1))
 
@@ -153,23 +172,23 @@ def _training_step(report: Report, config: ExchangeConfig) -> ExchangeResult:
 
         return step
 
-    parameters, stage = sum(p.numel() for p in ours.parameters()), config.entry.stages.measured_name
-    train_ours = train(ours, optimizer)
+    parameters, stage = sum(p.numel() for p in ours.parameters()), config.contender.stages.measured_name
+    train_ours = train(ours, prepared.optimizer)
     _settle(config, train_ours)
-    before = optimizer.metrics()
+    before = prepared.metrics()
     mine, baseline = _take_turns(report, "step", config.repeats, train_ours, train(theirs, adamw))
     return _speed_up(
         f"training step of a transformer of {parameters / 1e6:.1f} M parameters{stage}, overlapped",
         mine,
         "DDP + fused AdamW",
         baseline,
-        details=_where_time_went(before, optimizer.metrics()),
+        details=_where_time_went(before, prepared.metrics()),
     )
 
 
 def _settle(config: ExchangeConfig, step: Callable[[], object]) -> None:
     """Take the steps that come before the stage to be measured."""
-    for _ in range(config.entry.stages.settling_steps):
+    for _ in range(config.contender.stages.settling_steps):
         step()
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from thinwire.compressors.codecs.count_sketch import CountSketch
 from thinwire.kernels import native, reference
+from thinwire.kernels.bounds import quantized_word_bytes
 from thinwire.kernels.modes import MarkovMode, Output, Source
 from thinwire.kernels.ops import BACKENDS
 from thinwire.transport.packet import HEADER_BYTES
@@ -64,7 +65,7 @@ def _measure(elements: int, repeats: int) -> list[KernelResult]:
     to = torch.empty_like(grad)
     copy = _Case("memcpy of fp32", lambda: to.copy_(grad), 8.0)
     cases = [copy, *_birder_cases(grad), *_sign_cases(grad), *_float_cases(grad)]
-    cases += [*_markov_cases(grad), *_sparse_cases(grad), _checksum_case(grad)]
+    cases += [*_quantize_cases(grad), *_markov_cases(grad), *_sparse_cases(grad), _checksum_case(grad)]
     seconds: dict[str, list[float]] = {case.name: [] for case in cases}
     for turn in range(repeats + 1):
         for case in cases:
@@ -184,6 +185,38 @@ def _sign_cases(grad: Tensor) -> list[_Case]:
         _Case("sign apply", apply, 12.125),
         _Case("momentum encode", encode_momentum(torch.zeros(elements)), 20.125),
         _Case("1-bit LAMB, measure", measure_layer, 16.25),
+    ]
+
+
+def _quantize_cases(grad: Tensor) -> list[_Case]:
+    """Blocks of 64 elements with 4 bits each, and error feedback on both sides."""
+    kernels = BACKENDS["native"]
+    elements = grad.numel()
+    runs = _one_run(elements)
+    form = {"bits": 4, "block": 64}
+    word_bytes = quantized_word_bytes(**form)
+    packets = torch.zeros(HEADER_BYTES + elements // 64 * word_bytes, dtype=torch.uint8)
+    residual, owned, out = (torch.zeros(elements) for _ in range(3))
+    sums = torch.zeros(1, 2, dtype=torch.float64)
+    rule = {"spread": 1.0, "shift": 0}
+
+    def encode() -> None:
+        kernels.quantize_encode(runs, grad, residual, packets, sums=sums, scale=1.0, **form, **rule)
+
+    encode()
+    rows, answer = packets.repeat(_TELLERS, 1), torch.zeros_like(packets)
+
+    def merge() -> None:
+        kernels.quantize_merge(runs, rows, owned, answer, **form, **rule)
+
+    def decode() -> None:
+        kernels.quantize_decode(runs, packets, out, **form, weight=1.0)
+
+    packed = word_bytes / 64
+    return [
+        _Case("int4 encode, time in memcpys", encode, 12 + packed, judged="time"),
+        _Case(f"int4 merge of {_TELLERS} rows, time in memcpys", merge, 8 + (_TELLERS + 1) * packed, judged="time"),
+        _Case("int4 decode, time in memcpys", decode, 4 + packed, judged="time"),
     ]
 
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from thinwire.cli import training
+from thinwire.cli.averagings import contenders
 from thinwire.cli.charlm import Corpus, ModelShape, load_text
 from thinwire.cli.launch import run_local_ranks
 from thinwire.cli.options import (
@@ -21,7 +22,6 @@ from thinwire.cli.options import (
     optimizer_name,
     output_file,
 )
-from thinwire.cli.registry import offered
 from thinwire.cli.report import Comparison, print_comparison, write_json
 from thinwire.testbed.supervisor import ChildError
 
@@ -41,7 +41,7 @@ def demo(
     ] = None,
     ranks: Annotated[int, integer(1, "Worker processes on this machine.", maximum=MOST_RANKS)] = 4,
     steps: Annotated[int, integer(1, "Training steps of each run.")] = 400,
-    optimizer: Annotated[str, optimizer_name(offered("demo"), "What takes AdamW's place")] = "birder",
+    optimizer: Annotated[str, optimizer_name(contenders("demo"), "What takes AdamW's place")] = "birder",
     downlink: Annotated[
         Downlink | None,
         typer.Option(
@@ -61,7 +61,8 @@ def demo(
 ) -> None:
     """Train a small character transformer twice with local workers, and compare.
 
-    First DDP + AdamW, then DDP + an optimizer of thinwire: the same initial model, the same data in the same order.
+    First DDP + AdamW, then DDP + an optimizer of thinwire, or AdamW with compressed averages (compress-…): the same
+    initial model, the same data in the same order.
     Everything runs on this machine over loopback, so the network is no bottleneck; the bytes are what a slow one would
     carry.
     """

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 import thinwire
 from thinwire.cli.stages import ALIKE, DENSE, WITH_LOCAL_STEPS, Stages, after_warm_up
@@ -18,6 +20,9 @@ from thinwire.optimizers.optimizer import WireOptimizer
 
 WEIGHT_DECAY = 0.1
 """Of whole runs, unless a study searches it."""
+# As for thinwire's optimizers: betas of the study, the best of a few learning rates in one run each.
+ADAMW: dict[str, Any] = {"lr": 5e-3, "betas": (0.7, 0.95), "weight_decay": WEIGHT_DECAY, "fused": True}
+"""Arguments of AdamW in whole runs of the demo's model."""
 TOPK_OF = 64
 """Top-k sends one of so many elements, as an index and a value: as many bytes as signs take."""
 
@@ -57,6 +62,15 @@ class Search:
     """In the study's tables, if it differs from the label."""
     seeded: bool = True
     """Whether the seed of a run is also the seed of the optimizer."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """An optimizer that is ready to train a model."""
+
+    optimizer: Optimizer
+    metrics: Callable[[], thinwire.Metrics] | None
+    """Of thinwire's exchange; None if thinwire exchanges nothing."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +125,13 @@ class Entry:
     def build(self, params: Iterable[nn.Parameter], settings: Mapping[str, Any]) -> WireOptimizer:
         """An optimizer of these parameters."""
         return self.optimizer(params, **settings)
+
+    def prepare(self, model: nn.Module, settings: Mapping[str, Any], *, overlap: bool = True, **wire: Any) -> Prepared:
+        """Give a model an optimizer, attached if the model is in DDP. `wire` has options such as `bucket_mb`."""
+        optimizer = self.build(model.parameters(), {**settings, **wire})
+        if isinstance(model, DistributedDataParallel):
+            thinwire.attach(model, optimizer, overlap=overlap)
+        return Prepared(optimizer, optimizer.metrics)
 
     def with_downlink(self, downlink: str | None) -> Entry:
         """The same with another downlink, which may want another learning rate. None changes nothing."""

@@ -22,10 +22,9 @@ from rich.table import Table
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import thinwire
+from thinwire.cli.averagings import contender, contenders
 from thinwire.cli.launch import Report, run_local_ranks
 from thinwire.cli.options import MOST_RANKS, integer, optimizer_name, output_file
-from thinwire.cli.registry import OPTIMIZERS, offered
 from thinwire.cli.report import byte_count
 from thinwire.testbed.supervisor import ChildError
 
@@ -86,7 +85,7 @@ def growth_of(rank: int, samples: Sequence[Sample]) -> Growth:
 
 @dataclass(frozen=True)
 class SoakConfig:
-    """What to run. ``optimizer`` is a name in the registry."""
+    """What to run. ``optimizer`` is the name of a contender."""
 
     optimizer: str
     steps: int
@@ -113,9 +112,8 @@ def train(report: Report, config: SoakConfig) -> SoakResult:
     """Run on every rank; rank 0 reports `SoakProgress`."""
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4)))
-    entry = OPTIMIZERS[config.optimizer]
-    optimizer = entry.build(model.parameters(), entry.whole_run(config.steps, seed=0))
-    thinwire.attach(model, optimizer)
+    trained = contender(config.optimizer)
+    optimizer = trained.prepare(model, trained.whole_run(config.steps, seed=0)).optimizer
     inputs = torch.Generator().manual_seed(dist.get_rank())
     due = sample_steps(config.steps)
     samples: list[Sample] = []
@@ -166,7 +164,7 @@ def _entries(folder: str, before: int | None) -> int:
 def soak(
     steps: Annotated[int, integer(10, "Training steps.")] = 50_000,
     ranks: Annotated[int, integer(1, "Worker processes on this machine.", maximum=MOST_RANKS)] = 4,
-    optimizer: Annotated[str, optimizer_name(offered("demo"), "What trains")] = "birder",
+    optimizer: Annotated[str, optimizer_name(contenders("demo"), "What trains")] = "birder",
     json: Annotated[Path | None, output_file("Write all samples to this file.")] = None,
 ) -> None:
     """Train a tiny model for many steps, and check that no rank's memory, descriptors or threads grow.

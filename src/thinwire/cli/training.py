@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from statistics import median
@@ -16,15 +15,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
-import thinwire
+from thinwire.cli.averagings import Contender, contender
 from thinwire.cli.charlm import CharTransformer, Corpus, ModelShape
 from thinwire.cli.launch import Report
-from thinwire.cli.registry import OPTIMIZERS, WEIGHT_DECAY, Entry
+from thinwire.cli.registry import ADAMW, Prepared
 from thinwire.cli.schedule import is_due, learning_rate_factor
 from thinwire.optimizers.optimizer import WireOptimizer
 
-# As for thinwire's optimizers: betas of the study, the best of a few learning rates in one run each.
-ADAMW = {"lr": 5e-3, "betas": (0.7, 0.95), "weight_decay": WEIGHT_DECAY, "fused": True}
 EVALUATIONS = 12
 PROBES = 20
 # The first steps build DDP's buckets, fault memory in and fill caches; they are not typical of the rest.
@@ -36,7 +33,7 @@ SECONDS_BETWEEN_REPORTS = 0.1
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """Everything that decides a run. ``optimizer`` is a name in the registry, or None for AdamW."""
+    """Everything that decides a run. ``optimizer`` is the name of a contender, or None for AdamW."""
 
     text: str
     shape: ModelShape
@@ -47,24 +44,24 @@ class TrainingConfig:
     downlink: str | None = None
 
     @property
-    def entry(self) -> Entry | None:
-        """The optimizer's entry in the registry; None for AdamW."""
-        return None if self.optimizer is None else OPTIMIZERS[self.optimizer].with_downlink(self.downlink)
+    def contender(self) -> Contender | None:
+        """What takes AdamW's place; None for AdamW."""
+        return None if self.optimizer is None else contender(self.optimizer, self.downlink)
 
     @property
     def label(self) -> str:
         """The name of the run in tables and pictures."""
-        return "DDP + AdamW" if self.entry is None else f"DDP + {self.entry.label}"
+        return "DDP + AdamW" if self.contender is None else f"DDP + {self.contender.label}"
 
     def settings(self) -> dict[str, Any]:
         """Arguments of the optimizer."""
-        return dict(ADAMW) if self.entry is None else self.entry.whole_run(self.steps, self.seed)
+        return dict(ADAMW) if self.contender is None else self.contender.whole_run(self.steps, self.seed)
 
-    def build(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """Make the optimizer for these parameters."""
-        if self.entry is None:
-            return torch.optim.AdamW(parameters, **self.settings())
-        return self.entry.build(parameters, self.settings())
+    def prepare(self, model: nn.Module) -> Prepared:
+        """Give a model its optimizer, and what replaces DDP's averaging."""
+        if self.contender is None:
+            return Prepared(torch.optim.AdamW(model.parameters(), **self.settings()), metrics=None)
+        return self.contender.prepare(model, self.settings())
 
 
 @dataclass(frozen=True)
@@ -139,9 +136,8 @@ def train(report: Report, config: TrainingConfig) -> TrainingResult:
     torch.manual_seed(seed)
     model = DistributedDataParallel(CharTransformer(corpus.vocabulary_size, config.shape))
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    optimizer = config.build(model.parameters())
-    if isinstance(optimizer, WireOptimizer):
-        thinwire.attach(model, optimizer)
+    prepared = config.prepare(model)
+    optimizer = prepared.optimizer
     schedule = LambdaLR(optimizer, lambda step: learning_rate_factor(step, steps))
 
     # One stream of windows for the whole group, of which a rank takes its row: the order depends on the seed alone.
@@ -156,12 +152,12 @@ def train(report: Report, config: TrainingConfig) -> TrainingResult:
         batch = corpus.training_batch(starts, config.shape.context)
         if is_due(step, steps, PROBES):
             record.compute_alone.append(_compute_seconds(model, batch))
-        _train_step(model, optimizer, batch, record)
+        _train_step(model, prepared, batch, record)
         schedule.step()
         validates = is_due(step, steps, EVALUATIONS)
         if validates and isinstance(optimizer, WireOptimizer):
             optimizer.synchronize()  # all workers validate, and so the same model
-        record.bytes_sent.append(_bytes_sent(optimizer, step, parameters, ranks))
+        record.bytes_sent.append(_bytes_sent(prepared, step, parameters, ranks))
         if time.monotonic() - reported_at > SECONDS_BETWEEN_REPORTS or step == steps:
             reported_at = time.monotonic()
             report(TrainingProgress(step, record.loss[-1], sum(record.step)))
@@ -181,39 +177,40 @@ def train(report: Report, config: TrainingConfig) -> TrainingResult:
         cumulative_seconds=list(accumulate(record.step)),
         cumulative_bytes=record.bytes_sent,
         validation_losses=validation_losses,
-        metrics=asdict(optimizer.metrics()) if isinstance(optimizer, WireOptimizer) else None,
-        remark=None if config.entry is None else config.entry.stages.remark(steps),
-        overlaps=config.entry is None or config.entry.overlaps,
+        metrics=None if prepared.metrics is None else asdict(prepared.metrics()),
+        remark=None if config.contender is None else config.contender.stages.remark(steps),
+        overlaps=config.contender is None or config.contender.overlaps,
     )
 
 
 def _train_step(
-    model: DistributedDataParallel, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor], record: _Record
+    model: DistributedDataParallel, prepared: Prepared, batch: tuple[Tensor, Tensor], record: _Record
 ) -> None:
-    waited_before = _exposed_wait(optimizer)
+    optimizer = prepared.optimizer
     begin = time.perf_counter()
     loss = model(*batch)
     loss.backward()
     backward_done = time.perf_counter()
+    waited_before = _exposed_wait(prepared)
     optimizer.step()
     optimizer_done = time.perf_counter()
     optimizer.zero_grad()
     end = time.perf_counter()
 
     record.loss.append(loss.item())
-    waited = _exposed_wait(optimizer) - waited_before
+    waited = _exposed_wait(prepared) - waited_before
     record.optimizer.append(optimizer_done - backward_done - waited)
     record.step.append(end - begin)
 
 
-def _exposed_wait(optimizer: torch.optim.Optimizer) -> float:
-    return optimizer.metrics().exposed_wait_seconds if isinstance(optimizer, WireOptimizer) else 0.0
+def _exposed_wait(prepared: Prepared) -> float:
+    return 0.0 if prepared.metrics is None else prepared.metrics().exposed_wait_seconds
 
 
-def _bytes_sent(optimizer: torch.optim.Optimizer, step: int, parameters: int, ranks: int) -> float:
+def _bytes_sent(prepared: Prepared, step: int, parameters: int, ranks: int) -> float:
     """Bytes this worker has sent so far: counted, or for DDP what a ring all-reduce of fp32 gradients must send."""
-    if isinstance(optimizer, WireOptimizer):
-        return optimizer.metrics().bytes_sent
+    if prepared.metrics is not None:
+        return prepared.metrics().bytes_sent
     return step * 2 * (ranks - 1) / ranks * 4 * parameters
 
 

@@ -1,6 +1,6 @@
 """The methods that are compared: how each is set up on a DDP model, and what it has to send.
 
-Thinwire's optimizers come from the registry.
+Thinwire's optimizers come from the registry, and its compressors from the table of averagings.
 """
 
 # No `from __future__ import annotations` here: DDP inspects the annotations of its hooks and wants types, not strings.
@@ -17,10 +17,9 @@ from torch.distributed import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
-import thinwire
-from thinwire.cli.registry import OPTIMIZERS, Bits, offered
+from thinwire.cli.averagings import AVERAGINGS, Averaging
+from thinwire.cli.registry import OPTIMIZERS, Bits, Prepared, offered
 from thinwire.cli.stages import LOCAL_CYCLE, MOSTLY_LOCAL
 
 POWERSGD_RANK = 1
@@ -44,7 +43,7 @@ class Cluster:
 
 Shapes = Sequence[torch.Size]
 """Of all parameters of a model."""
-Prepare = Callable[[DistributedDataParallel], Optimizer]
+Prepare = Callable[[DistributedDataParallel], Prepared]
 Theory = Callable[[Cluster, Shapes], float]
 
 
@@ -109,8 +108,8 @@ def obstacle(name: str, cluster: Cluster) -> str | None:
 # What DDP is told -----------------------------------------------------------------------------------------------------
 
 
-def _adamw(model: DistributedDataParallel) -> Optimizer:
-    return torch.optim.AdamW(model.parameters(), fused=True)
+def _adamw(model: DistributedDataParallel) -> Prepared:
+    return Prepared(torch.optim.AdamW(model.parameters(), fused=True), metrics=None)
 
 
 def _keep_local(_: object, bucket: GradBucket) -> Future[Tensor]:
@@ -133,7 +132,7 @@ def _average_bf16(_: object, bucket: GradBucket) -> Future[Tensor]:
 
 
 def _with_hook(hook: Callable[[Any, GradBucket], Future[Tensor]], state: Callable[[], Any]) -> Prepare:
-    def prepare(model: DistributedDataParallel) -> Optimizer:
+    def prepare(model: DistributedDataParallel) -> Prepared:
         model.register_comm_hook(state(), hook)
         return _adamw(model)
 
@@ -162,16 +161,19 @@ def _dense(element_size: int) -> Theory:
     return lambda cluster, shapes: _ring(cluster, element_size * _elements(shapes))
 
 
-def _low_rank(cluster: Cluster, shapes: Shapes) -> float:
-    """PowerSGD sends two thin matrices for a tensor, unless they are hardly smaller than the tensor itself."""
-    sent = 0
-    for shape in shapes:
-        rows = shape[0] if shape else 1
-        columns = shape.numel() // rows
-        thin = (rows + columns) * min(rows, columns, POWERSGD_RANK)
-        # 2 is the hook's min_compression_rate.
-        sent += thin if len(shape) > 1 and 2 * thin < shape.numel() else shape.numel()
-    return _ring(cluster, 4 * sent)
+def _low_rank(rank: int, least_saving: int) -> Theory:
+    """PowerSGD sends two thin matrices for a tensor, unless that saves no more than a factor of `least_saving`."""
+
+    def theory(cluster: Cluster, shapes: Shapes) -> float:
+        sent = 0
+        for shape in shapes:
+            rows = shape[0] if shape else 1
+            columns = shape.numel() // rows
+            thin = (rows + columns) * min(rows, columns, rank)
+            sent += thin if len(shape) > 1 and least_saving * thin < shape.numel() else shape.numel()
+        return _ring(cluster, 4 * sent)
+
+    return theory
 
 
 def _between_ranks(bits: Bits) -> Theory:
@@ -207,13 +209,29 @@ def _thinwire(
     entry = OPTIMIZERS[name]
     arguments = {"topology": "flat", **(entry.measured() if settings is None else settings), **options}
 
-    def prepare(model: DistributedDataParallel) -> Optimizer:
-        optimizer = entry.build(model.parameters(), arguments)
-        thinwire.attach(model, optimizer, overlap=overlap)
-        return optimizer
+    def prepare(model: DistributedDataParallel) -> Prepared:
+        return entry.prepare(model, arguments, overlap=overlap)
 
     description = f"DDP + thinwire.{entry.optimizer.__name__}, {described_as}"
     return Method(description, prepare, theory or _between_ranks(entry.bits), obstacle, cycle, ours=True)
+
+
+def _compressed(entry: Averaging) -> Method:
+    """AdamW with `thinwire.compress`."""
+
+    def prepare(model: DistributedDataParallel) -> Prepared:
+        return entry.prepare(model, entry.measured(), topology="flat")
+
+    def theory(cluster: Cluster, shapes: Shapes) -> float:
+        bits = entry.bits(cluster.world)
+        if bits is None:  # only PowerSGD's bytes depend on shapes
+            return _low_rank(entry.options["rank"], least_saving=1)(cluster, shapes)
+        up, down = bits
+        return _between_ranks(Bits(up, lambda workers: down))(cluster, shapes)
+
+    arguments = "".join(f", {name}={value!r}" for name, value in entry.options.items())
+    description = f'DDP with thinwire.compress(model, "{entry.compressor}"{arguments}) + fused AdamW, flat'
+    return Method(description, prepare, theory, ours=True)
 
 
 def _needs_several_ranks_a_host(cluster: Cluster) -> str | None:
@@ -280,9 +298,10 @@ METHODS: dict[str, Method] = {
     "powersgd": Method(
         f"DDP with torch's PowerSGD hook of rank {POWERSGD_RANK} + fused AdamW",
         _with_hook(powerSGD_hook.powerSGD_hook, _powersgd_state),
-        _low_rank,
+        _low_rank(POWERSGD_RANK, least_saving=2),  # the hook's min_compression_rate
     ),
     **_registered(),
+    **{name: _compressed(entry) for name, entry in AVERAGINGS.items()},
     "local": Method(
         "DDP with a hook that sends nothing + fused AdamW: the limit",
         _with_hook(_keep_local, state=lambda: None),

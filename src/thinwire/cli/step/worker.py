@@ -18,12 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from thinwire.cli.step.methods import method_named
 from thinwire.cli.step.models import MODELS
 from thinwire.metrics import Metrics
-from thinwire.optimizers.optimizer import WireOptimizer
 
 # DDP rebuilds its buckets after the first, attach overlaps from the second; PowerSGD and ours whose warm-up is not
 # what is measured (`thinwire.cli.stages`) compress from the third.
@@ -44,11 +42,11 @@ class Record:
     optimizer: list[float] = field(default_factory=list)
     """Inside `optimizer.step()`, without what thinwire waited there."""
     exposed_wait: list[float] = field(default_factory=list)
-    """As thinwire's optimizers report it; empty for others."""
+    """As thinwire reports it; empty for methods of others."""
     compute: list[float] = field(default_factory=list)
     """Forward and backward while no rank sends, one value per probe."""
     thinwire: dict[str, float] = field(default_factory=dict)
-    """Means per step of the other counters of thinwire's optimizers."""
+    """Means per step of thinwire's other counters."""
 
 
 class MethodRun:
@@ -61,7 +59,8 @@ class MethodRun:
         # BatchNorm, before every forward. That is the same for all methods, and not what is compared.
         self._model = DistributedDataParallel(workload.build(), broadcast_buffers=False, init_sync=False)
         self._method = method_named(method)
-        self._optimizer = self._method.prepare(self._model)
+        prepared = self._method.prepare(self._model)
+        self._optimizer, self._metrics = prepared.optimizer, prepared.metrics
         self._batch = workload.batch(torch.Generator().manual_seed(dist.get_rank()))
         self._show_life = show_life
         self._record = Record()
@@ -90,7 +89,7 @@ class MethodRun:
     def measure(self) -> Record:
         """Take the steps that count, in one go: barriers between them would hide what one leaves to the next."""
         record = self._record
-        before = _metrics(self._optimizer)
+        before = None if self._metrics is None else self._metrics()
         dist.barrier()
         began = time.perf_counter()
         for _ in range(self._steps):
@@ -99,24 +98,27 @@ class MethodRun:
             record.step.append(ended - began)
             began = ended
         dist.barrier()
-        after = _metrics(self._optimizer)
-        if before is not None and after is not None:
-            record.thinwire = _means(before, after, self._steps)
+        if before is not None and self._metrics is not None:
+            record.thinwire = _means(before, self._metrics(), self._steps)
         return record
 
     def _step(self, record: Record) -> None:
+        at_start = self._exposed_wait()
         self._model(*self._batch).backward()
-        waited = _exposed_wait(self._optimizer)
+        at_step = self._exposed_wait()
         began = time.perf_counter()
         self._optimizer.step()
         taken = time.perf_counter() - began
-        if waited is not None:
-            waited = (_exposed_wait(self._optimizer) or 0.0) - waited
-            record.exposed_wait.append(waited)
-            taken -= waited
-        record.optimizer.append(taken)
+        waited = self._exposed_wait()
+        # thinwire's optimizers wait in step(), thinwire.compress in backward.
+        record.optimizer.append(taken - (waited - at_step))
+        if self._metrics is not None:
+            record.exposed_wait.append(waited - at_start)
         self._optimizer.zero_grad()
         self._show_life()
+
+    def _exposed_wait(self) -> float:
+        return 0.0 if self._metrics is None else self._metrics().exposed_wait_seconds
 
     def _compute_alone(self) -> float:
         began = time.perf_counter()
@@ -125,15 +127,6 @@ class MethodRun:
         self._optimizer.zero_grad()
         self._show_life()
         return time.perf_counter() - began
-
-
-def _metrics(optimizer: Optimizer) -> Metrics | None:
-    return optimizer.metrics() if isinstance(optimizer, WireOptimizer) else None
-
-
-def _exposed_wait(optimizer: Optimizer) -> float | None:
-    metrics = _metrics(optimizer)
-    return None if metrics is None else metrics.exposed_wait_seconds
 
 
 def _means(before: Metrics, after: Metrics, steps: int) -> dict[str, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,10 +21,10 @@ from thinwire.cli.study import report
 from thinwire.cli.study.images import FASHION_MNIST
 from thinwire.cli.study.methods import METHODS, Setting
 from thinwire.cli.study.runs import Result, Run, run_really, run_virtually
-from thinwire.cli.study.search import FRESH_SEEDS, search_runs, study
+from thinwire.cli.study.search import FRESH_SEEDS, best_setting, repeat, search_runs, study
 from thinwire.cli.study.store import Store
 from thinwire.cli.study.tasks import Sources, Task, tasks
-from thinwire.testbed.supervisor import ChildError, Returned, Supervisor
+from thinwire.testbed.supervisor import Child, ChildError, Returned, Supervisor
 
 STEPS_BETWEEN_REPORTS = 20
 
@@ -50,12 +50,13 @@ def study_command(
     steps: Annotated[int | None, integer(1, "Of every run; by default what a task needs.")] = None,
     jobs: Annotated[int, integer(1, "Searches at a time, one core each.", maximum=MOST_RANKS)] = os.cpu_count() or 1,
     processes: Annotated[
-        bool, typer.Option(help="One process per worker, DDP and attach instead of virtual workers: the same bits.")
+        bool, typer.Option(help="One process per worker and DDP instead of virtual workers: the same bits.")
     ] = False,
     only_report: Annotated[bool, typer.Option("--report", help="Run nothing; report the stored results.")] = False,
 ) -> None:
     """Compare convergence: search the settings of every optimizer on three tasks, and run the best on five seeds.
 
+    AdamW with compressed averages (compress-…) runs with the best settings of AdamW, which must be there or be chosen.
     You can stop it at any time: the next call continues.
     """
     sources = Sources(text, pictures)
@@ -71,6 +72,7 @@ def study_command(
                 known[name].data()
         except (OSError, ValueError) as error:
             raise typer.BadParameter(str(error)) from error
+        _check_sources(output, known, pairs)
         for name in chosen:
             check_folder(output / name, "--output", create=True)
         try:
@@ -86,6 +88,26 @@ def _chosen(option: str, names: list[str] | None, known: list[str]) -> list[str]
         if name not in known:
             raise typer.BadParameter(f"{name!r} is none of {', '.join(known)}", param_hint=f"'{option}'")
     return names or known
+
+
+def _check_sources(output: Path, known: dict[str, Task], pairs: list[tuple[str, str]]) -> None:
+    """Refuse a method whose settings come from another one, if that one has no results and is not chosen either.
+
+    Raises:
+        typer.BadParameter: naming both.
+    """
+    for t, m in pairs:
+        source = METHODS[m].settings_of
+        if source is not None and (t, source) not in pairs and _setting_of(output, known[t], source) is None:
+            raise typer.BadParameter(
+                f"{m!r} runs with the settings of {source!r}, whose study of the task {t!r} is not complete in "
+                f"{str(output)!r}: add --method {source}",
+                param_hint="'--method'",
+            )
+
+
+def _setting_of(output: Path, task: Task, method: str) -> Setting | None:
+    return best_setting(task, Store(output, task, method, task.data()).results)
 
 
 def _run_all(
@@ -105,14 +127,17 @@ def _run_all(
     totals = {(t, m): search_runs(METHODS[m]) + len(FRESH_SEEDS) for t, m in pairs}
     bars: dict[tuple[str, str], TaskID] = {}
     done: dict[tuple[str, str], int] = {}
-    waiting = deque(pairs)
+    waiting = list(pairs)
+    started: list[tuple[Child, tuple[str, str]]] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress, Supervisor() as searches:
         whole = progress.add_task("runs", total=sum(totals.values()))
         while waiting or not searches.finished:
-            while waiting and len(searches.alive) < jobs:
-                t, m = waiting.popleft()
-                searches.start(_search, output, known[t], m, processes, name=f"the search {t}: {m}")
+            running = [pair for search, pair in started if not isinstance(search.outcome, Returned)]
+            for t, m in _ready(waiting, running)[: jobs - len(searches.alive)]:
+                waiting.remove((t, m))
+                search = searches.start(_search, output, known[t], m, processes, name=f"the search {t}: {m}")
+                started.append((search, (t, m)))
             for _, news in searches.messages():
                 pair = (news.task, news.method)
                 if pair not in bars:
@@ -123,6 +148,12 @@ def _run_all(
             for search in searches.alive:
                 if isinstance(search.outcome, Returned):
                     search.release()
+
+
+def _ready(waiting: Sequence[tuple[str, str]], running: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The searches that need no settings of another one that is still to come."""
+    unfinished = (*waiting, *running)
+    return [(t, m) for t, m in waiting if (t, METHODS[m].settings_of) not in unfinished]
 
 
 def _search(channel: Connection, output: Path, task: Task, method: str, processes: bool) -> None:
@@ -146,6 +177,12 @@ def _search(channel: Connection, output: Path, task: Task, method: str, processe
         if steps % STEPS_BETWEEN_REPORTS == 0:
             channel.send(_Progress(task.name, method, steps, len(store.results)))
 
-    study(task, METHODS[method], measure)
+    source = METHODS[method].settings_of
+    if source is None:
+        study(task, METHODS[method], measure)
+    else:
+        setting = _setting_of(output, task, source)
+        assert setting is not None, "the study of the source is complete"
+        repeat(setting, measure)
     # There may be fewer: some of the settings that were to be tried again were known.
     channel.send(_Progress(task.name, method, task.steps, search_runs(METHODS[method]) + len(FRESH_SEEDS)))

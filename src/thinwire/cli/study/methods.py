@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from thinwire.cli.registry import OPTIMIZERS, Entry, Search
+from thinwire.cli.averagings import AVERAGINGS, Averaging
+from thinwire.cli.registry import OPTIMIZERS, Entry, Prepared, Search
 from thinwire.cli.study.references import DistributedLion, MeanAdamW, MeanSGD
 
 
@@ -30,7 +31,8 @@ class Course:
     seed: int
 
 
-Build = Callable[[Iterable[nn.Parameter], Setting, Course], torch.optim.Optimizer]
+Prepare = Callable[[nn.Module, Setting, Course], Prepared]
+"""Give a model its optimizer."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Method:
     lr: float
     betas: tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]
     """Those to begin with, and two others."""
-    build: Build
+    prepare: Prepare
     fixed: dict[str, Any] = field(default_factory=dict)
     """Settings that are not searched, for people to read, and for the store to notice when they change."""
     decays: tuple[float, float] = (0.1, 0.01)
@@ -55,48 +57,79 @@ class Method:
     """To try when the rest is known, and then rates once more: for the two that are compared above all."""
     only: str | None = None
     """The task that it is for; None for all."""
+    settings_of: str | None = None
+    """A method whose best settings it uses, instead of a search of its own."""
+    in_ddp: bool = True
+    """Whether a run with processes puts the model in DDP. Otherwise the optimizer gathers gradients by itself."""
 
     def definition(self) -> dict[str, Any]:
         """What a run depends on beside the code and what is searched: results of another one are done again."""
         return self.fixed
 
 
-def _plain(optimizer: Callable[..., torch.optim.Optimizer], **options: Any) -> Build:
-    def build(params: Iterable[nn.Parameter], setting: Setting, _: Course) -> torch.optim.Optimizer:
-        return optimizer(params, lr=setting.lr, betas=setting.betas, weight_decay=setting.weight_decay, **options)
+def _plain(optimizer: Callable[..., torch.optim.Optimizer], **options: Any) -> Prepare:
+    def prepare(model: nn.Module, setting: Setting, _: Course) -> Prepared:
+        searched = {"lr": setting.lr, "betas": setting.betas, "weight_decay": setting.weight_decay}
+        return Prepared(optimizer(model.parameters(), **searched, **options), metrics=None)
 
-    return build
+    return prepare
 
 
-def _sgdm(params: Iterable[nn.Parameter], setting: Setting, _: Course) -> torch.optim.Optimizer:
-    return MeanSGD(params, lr=setting.lr, momentum=setting.betas[0], weight_decay=setting.weight_decay)
+def _sgdm(model: nn.Module, setting: Setting, _: Course) -> Prepared:
+    momentum, decay = setting.betas[0], setting.weight_decay
+    return Prepared(MeanSGD(model.parameters(), lr=setting.lr, momentum=momentum, weight_decay=decay), metrics=None)
+
+
+def _by(entry: Entry | Averaging, *, seeded: bool) -> Prepare:
+    def prepare(model: nn.Module, setting: Setting, course: Course) -> Prepared:
+        searched = {"lr": setting.lr, "betas": setting.betas, "weight_decay": setting.weight_decay}
+        return entry.prepare(model, entry.whole_run(course.steps, course.seed if seeded else None, **searched))
+
+    return prepare
 
 
 def _registered(entry: Entry, search: Search) -> Method:
-    def build(params: Iterable[nn.Parameter], setting: Setting, course: Course) -> torch.optim.Optimizer:
-        searched = {"lr": setting.lr, "betas": setting.betas, "weight_decay": setting.weight_decay}
-        return entry.build(params, entry.whole_run(course.steps, course.seed if search.seeded else None, **searched))
-
     return Method(
         search.name or entry.name,
         search.title or entry.label,
         search.lr,
         search.betas,
-        build,
+        _by(entry, seeded=search.seeded),
         dict(search.fixed),
         overlaps=entry.overlaps,
         more_betas=search.more_betas,
     )
 
 
+def _averaged(entry: Averaging) -> Method:
+    """AdamW as it is: another setting would hide what the compressor changes."""
+    return replace(
+        _ADAMW,
+        name=entry.name,
+        title=entry.label,
+        prepare=_by(entry, seeded=False),
+        fixed=entry.definition(),
+        overlaps=entry.overlaps,
+        more_betas=(),
+        settings_of=_ADAMW.name,
+        in_ddp=True,
+    )
+
+
 _ADAM = ((0.9, 0.95), (0.8, 0.95), (0.9, 0.99))
+_SGDM = ((0.9,), (0.8,), (0.95,))
+_LION = ((0.9, 0.99), (0.95, 0.98), (0.8, 0.95))
+_ADAMW = Method("adamw", "AdamW", 5e-3, _ADAM, _plain(MeanAdamW, fused=True), more_betas=((0.7, 0.95),), in_ddp=False)
 
 METHODS = {
     method.name: method
     for method in (
-        Method("adamw", "AdamW", 5e-3, _ADAM, _plain(MeanAdamW, fused=True), more_betas=((0.7, 0.95),)),
-        Method("sgdm", "SGDM", 0.2, ((0.9,), (0.8,), (0.95,)), _sgdm, decays=(1e-3, 0.0), only="pictures"),
+        _ADAMW,
+        Method(
+            "sgdm", "SGDM", 0.2, ((0.9,), (0.8,), (0.95,)), _sgdm, decays=(1e-3, 0.0), only="pictures", in_ddp=False
+        ),
+        *(_averaged(entry) for entry in AVERAGINGS.values() if entry.studied),
         *(_registered(entry, entry.search) for entry in OPTIMIZERS.values() if entry.search is not None),
-        Method("lion", "Distributed Lion", 5e-4, ((0.9, 0.99), (0.95, 0.98), (0.8, 0.95)), _plain(DistributedLion)),
+        Method("lion", "Distributed Lion", 5e-4, _LION, _plain(DistributedLion), in_ddp=False),
     )
 }

@@ -41,7 +41,7 @@ def rates(by_task: Sequence[Sequence[Summary]]) -> str:
     compared = [(found[0].task, adamw, found) for found in by_task if (adamw := reference(found)) is not None]
     rows = []
     for method in METHODS.values():
-        if method.only is None and method.name != REFERENCE:
+        if method.only is None and method.settings_of is None and method.name != REFERENCE:
             best = [
                 [f.setting.lr / adamw.setting.lr for f in found if f.method is method] for _, adamw, found in compared
             ]

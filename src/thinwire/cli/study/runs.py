@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import thinwire
 from thinwire.cli import launch
+from thinwire.cli.registry import Prepared
 from thinwire.cli.schedule import is_due, learning_rate_factor
 from thinwire.cli.study.methods import METHODS, Course, Setting
 from thinwire.cli.study.tasks import LAST_RATE, WORKERS, Score, Task
@@ -106,16 +107,16 @@ def run_virtually(run: Run, tell: Tell = _told_nobody) -> Result:
 
 
 def run_really(run: Run, tell: Tell = _told_nobody) -> Result:
-    """Train with one process per worker, DDP and `attach`."""
+    """Train with one process per worker, and with DDP."""
     return launch.run_local_ranks(_train_in_process, WORKERS, (run,), tell)
 
 
 def _train_in_process(report: launch.Report, run: Run) -> Result:
     rank = torch.distributed.get_rank()
-    return train(rank, WORKERS, run, report, attach=True)
+    return train(rank, WORKERS, run, report, ddp=True)
 
 
-def train(worker: int, workers: int, run: Run, tell: Tell, *, attach: bool = False) -> Result:
+def train(worker: int, workers: int, run: Run, tell: Tell, *, ddp: bool = False) -> Result:
     """What one of the workers does; worker 0 looks at the model.
 
     Args:
@@ -123,31 +124,29 @@ def train(worker: int, workers: int, run: Run, tell: Tell, *, attach: bool = Fal
         workers: of how many.
         run: what to do.
         tell: hears of worker 0's steps.
-        attach: whether DDP is to be had, and thinwire's optimizers exchange while backward runs.
+        ddp: whether there are processes for DDP, so that thinwire exchanges while backward runs.
     """
     task = run.task
     torch.manual_seed(run.seed)
     model = task.model()
     parameters = list(model.parameters())
-    optimizer = METHODS[run.method].build(parameters, run.setting, Course(task.steps, run.seed))
-    trained: nn.Module = model
-    if attach and isinstance(optimizer, WireOptimizer):
-        trained = DistributedDataParallel(model)
-        thinwire.attach(trained, optimizer)
+    method = METHODS[run.method]
+    trained: nn.Module = DistributedDataParallel(model) if ddp and method.in_ddp else model
+    prepared = method.prepare(trained, run.setting, Course(task.steps, run.seed))
+    optimizer = prepared.optimizer
     schedule = LambdaLR(optimizer, lambda step: learning_rate_factor(step, task.steps, LAST_RATE))
     # One order for all workers, of which each takes its row: it depends on the seed alone.
     order = torch.Generator().manual_seed(run.seed)
     elements = sum(p.numel() for p in parameters)
-    meter = _ByteMeter(optimizer, workers, elements)
+    meter = _ByteMeter(prepared, workers, elements)
     points: list[Point] = []
     computing: list[float] = []
     for step in range(1, task.steps + 1):
         batch = task.take(torch.randint(task.examples, (workers, task.batch), generator=order)[worker])
-        begin = time.thread_time()
-        loss = trained(*batch)
-        loss.backward()
-        computing.append(time.thread_time() - begin)
         try:
+            begin = time.thread_time()
+            trained(*batch).backward()
+            computing.append(time.thread_time() - begin)
             optimizer.step()
         except thinwire.TooManySkips:  # on all workers: it has diverged
             rest = range(step, task.steps + 1)
@@ -171,9 +170,9 @@ def train(worker: int, workers: int, run: Run, tell: Tell, *, attach: bool = Fal
 class _ByteMeter:
     """What a worker sends in each step: counted, or what its bits make in a reduce-scatter and an all-gather."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, workers: int, elements: int) -> None:
-        self._optimizer = optimizer
-        bits = getattr(optimizer, "bits", 0.0)
+    def __init__(self, prepared: Prepared, workers: int, elements: int) -> None:
+        self._metrics = prepared.metrics
+        bits = getattr(prepared.optimizer, "bits", 0.0)
         self._each = 2 * (workers - 1) / workers * bits / 8 * elements
         self._before = 0.0
         self.lengths: list[tuple[int, float]] = []
@@ -181,8 +180,8 @@ class _ByteMeter:
     def note(self, steps: int = 1) -> None:
         """A step is over, or will not be taken, nor any after it."""
         sent = self._each
-        if isinstance(self._optimizer, WireOptimizer):
-            total = self._optimizer.metrics().bytes_sent
+        if self._metrics is not None:
+            total = self._metrics().bytes_sent
             sent, self._before = total - self._before, total
         if self.lengths and self.lengths[-1][1] == sent:
             self.lengths[-1] = (self.lengths[-1][0] + steps, sent)

@@ -11,7 +11,7 @@ from statistics import fmean, median, stdev
 
 from thinwire.cli.study.methods import METHODS, Method, Setting
 from thinwire.cli.study.runs import Result
-from thinwire.cli.study.search import FRESH_SEEDS, SEARCH_SEED
+from thinwire.cli.study.search import FRESH_SEEDS, best_setting
 from thinwire.cli.study.store import Store
 from thinwire.cli.study.tasks import Task
 
@@ -81,13 +81,12 @@ def summaries(directory: Path, task: Task, methods: Sequence[str]) -> list[Summa
     """Of all methods whose study of a task is complete, the best first."""
     found = []
     for name in methods:
-        by_setting: dict[Setting, dict[int, Result]] = {}
-        for result in Store(directory, task, name, data=None).results:
-            by_setting.setdefault(result.setting, {})[result.seed] = result
-        complete = [seeds for seeds in by_setting.values() if {SEARCH_SEED, *FRESH_SEEDS} <= set(seeds)]
-        if complete:
-            best = min(complete, key=lambda seeds: task.value(seeds[SEARCH_SEED].final))
-            found.append(Summary(task, METHODS[name], [best[seed] for seed in FRESH_SEEDS]))
+        method, results = METHODS[name], Store(directory, task, name, data=None).results
+        source = method.settings_of
+        setting = best_setting(task, results if source is None else Store(directory, task, source, data=None).results)
+        of_seeds = {result.seed: result for result in results if result.setting == setting}
+        if set(FRESH_SEEDS) <= set(of_seeds):
+            found.append(Summary(task, method, [of_seeds[seed] for seed in FRESH_SEEDS]))
     return sorted(found, key=lambda summary: summary.mean)
 
 
