@@ -13,7 +13,7 @@ installed := $(VENV)/.installed
 not_long := -m "not long" --hypothesis-profile=repeatable
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo bench test test-all test-torch lint sanitize docs format clean
+.PHONY: help install demo bench wheel test test-all test-torch lint sanitize docs format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -23,15 +23,28 @@ install: $(installed) ## create .venv with thinwire (editable), its command line
 # The stamp file makes a second `make` instant. A changed kernel or dependency installs again.
 $(installed): pyproject.toml CMakeLists.txt constraints.txt $(wildcard csrc/*)
 	test -x $(bin)/python || $(PYTHON) -m venv $(VENV)
-	$(bin)/python -m pip install --constraint constraints.txt --editable ".[cli,dev]"
+	THINWIRE_REQUIRE_NATIVE=1 $(bin)/python -m pip install --constraint constraints.txt --editable ".[cli,dev]"
 	touch $@
 
-demo: $(installed) ## train a small transformer with AdamW and with Birder on 4 local workers
+demo: $(installed) ## train over slow links, with AdamW and with thinwire, for the same time (as root; else predicted)
 	$(bin)/thinwire demo $(ARGS)
 
 bench: $(installed) ## measure the kernels, and the exchange between 4 local ranks
 	$(bin)/thinwire bench kernels $(ARGS)
 	$(bin)/thinwire bench exchange --ranks 4 $(ARGS)
+
+# One wheel for every Python, torch and Linux with a glibc that is not older than the one in the wheel's name: auditwheel
+# finds out which that is, and refuses a library that needs more than Linux always has.
+DIST ?= dist
+wheel: $(installed) ## build the wheel to install elsewhere, with native kernels, into dist
+	rm -rf $(DIST)/unrepaired && mkdir -p $(DIST)/unrepaired
+	THINWIRE_REQUIRE_NATIVE=1 $(bin)/python -m pip wheel . --no-deps --no-build-isolation --no-index --wheel-dir $(DIST)/unrepaired
+ifeq ($(shell uname),Linux)
+	PATH="$(abspath $(bin)):$$PATH" $(bin)/python -m auditwheel repair --wheel-dir $(DIST) $(DIST)/unrepaired/*.whl
+else
+	cp $(DIST)/unrepaired/*.whl $(DIST)
+endif
+	rm -rf $(DIST)/unrepaired
 
 # The short suite draws the same random inputs every time: a commit that passed once passes again. Lint and sanitize use
 # one core each, so they run side by side.

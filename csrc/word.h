@@ -43,13 +43,13 @@ THINWIRE_INLINE float fold(float *values) {
 }
 
 // Functions of their own: within a larger loop GCC 12 takes most of the halves apart into single additions.
-__attribute__((noinline)) double sum_of(const float *__restrict values) {
+[[maybe_unused]] __attribute__((noinline)) double sum_of(const float *__restrict values) {
   float halves[32];
   for (int j = 0; j < 32; ++j) halves[j] = values[j] + values[j + 32];
   return double(fold<16>(halves));
 }
 
-__attribute__((noinline)) double sum_of_squares(const float *__restrict values) {
+[[maybe_unused]] __attribute__((noinline)) double sum_of_squares(const float *__restrict values) {
   float halves[32];
   for (int j = 0; j < 32; ++j) halves[j] = values[j] * values[j] + values[j + 32] * values[j + 32];
   return double(fold<16>(halves));
@@ -87,7 +87,7 @@ class Sum {
 };
 
 // The bits of the largest of 64 values that are not negative, which compare as the values do; NaN is the largest of all.
-__attribute__((noinline)) u32 largest(const float *__restrict values) {
+[[maybe_unused]] __attribute__((noinline)) u32 largest(const float *__restrict values) {
   u32 most = 0;
   for (int j = 0; j < 64; ++j) most = bits_of(values[j]) > most ? bits_of(values[j]) : most;
   return most;

@@ -17,7 +17,7 @@ from thinwire import checkpoint
 
 def everything(model: nn.Module, optimizer: Any) -> dict[str, str]:
     """Digests of all that loading may change, by what it is."""
-    state = optimizer.state_dict()
+    state = optimizer._state_of_this_rank()
     groups = [{**group, "params": len(group["params"])} for group in optimizer.param_groups]
     return {
         "model": _digest(sorted(model.state_dict().items())),

@@ -16,6 +16,19 @@ from tests.oracles.flat_space import FlatSpace, Group, sign
 ELEMENTS_PER_MB = 2**18
 
 
+def of_one_rank(saved: dict[str, Any]) -> dict[str, Any]:
+    """A state dict of one rank, with the tensors themselves where it names the rank that they are of."""
+
+    def tensor(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        (only,) = value.values()
+        return only
+
+    state = {i: {name: tensor(value) for name, value in entries.items()} for i, entries in saved["state"].items()}
+    return {**saved, "state": state}
+
+
 @dataclass(frozen=True, eq=False)
 class SavedStates:
     """The state dicts of the ranks of `nodes`, of a model with parameters of these shapes.
@@ -27,6 +40,7 @@ class SavedStates:
     shapes: Sequence[tuple[int, ...]]
     nodes: Sequence[Sequence[int]]
     bucket_mb: float
+    scale_block: int | None = None
 
     @property
     def names(self) -> set[str]:
@@ -91,7 +105,10 @@ class SavedStates:
     def _scales(self, name: str, rank: int) -> np.ndarray:
         """Each element's, of a table of shards of which every parameter has those that it reaches into."""
         tables = [self._values(name, parameter, rank) for parameter in self._parameters]
-        return np.concatenate([t[s - s[:1]] for t, s in zip(tables, self._shards, strict=True)])
+        blocks = self._space.split(self._space.block_of)
+        return np.concatenate(
+            [t.reshape(s[-1] - s[0] + 1, -1)[s - s[0], b] for t, s, b in zip(tables, self._shards, blocks, strict=True)]
+        )
 
     def _join(self, name: str, ranks: dict[int, int], key: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
         """Put together what ranks hold of the parts of the space that have those numbers."""
@@ -111,7 +128,11 @@ class SavedStates:
         return self._saved(name, parameter, rank).detach().reshape(-1).double().numpy()
 
     def _saved(self, name: str, parameter: int, rank: int) -> torch.Tensor:
-        return self.states[rank]["state"][parameter][name]
+        return self._states[rank]["state"][parameter][name]
+
+    @functools.cached_property
+    def _states(self) -> list[dict[str, Any]]:
+        return [of_one_rank(state) for state in self.states]
 
     @property
     def _parameters(self) -> range:
@@ -120,10 +141,13 @@ class SavedStates:
     @functools.cached_property
     def _shards(self) -> list[np.ndarray]:
         """The number of each element's shard, counted through all buckets, a parameter each."""
+        return self._space.split(self._space.shard_of)
+
+    @functools.cached_property
+    def _space(self) -> FlatSpace:
         group = Group([np.zeros(shape) for shape in self.shapes], 0.0)
         elements = max(1, int(self.bucket_mb * ELEMENTS_PER_MB))
-        space = FlatSpace([group], len(self.nodes), len(self.nodes[0]), elements)
-        return space.split(space.shard_of)
+        return FlatSpace([group], len(self.nodes), len(self.nodes[0]), elements, self.scale_block)
 
     def _shard_of(self, shards: np.ndarray) -> np.ndarray:
         """Their numbers within their buckets."""

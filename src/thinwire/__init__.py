@@ -14,7 +14,15 @@ from thinwire._version import __version__
 from thinwire.attach import attach
 from thinwire.averaging.handle import Compression
 from thinwire.compress import compress
-from thinwire.errors import CorruptCheckpoint, CorruptPacket, PeerLost, ReplicasDiffer, TooManySkips
+from thinwire.detach import detach
+from thinwire.errors import (
+    CorruptCheckpoint,
+    CorruptPacket,
+    GradientChanged,
+    PeerLost,
+    ReplicasDiffer,
+    TooManySkips,
+)
 from thinwire.metrics import Metrics
 from thinwire.optimizers.birder import Birder
 from thinwire.optimizers.cd_adam import CDAdam
@@ -32,6 +40,7 @@ __all__ = [
     "CorruptCheckpoint",
     "CorruptPacket",
     "DistributedLion",
+    "GradientChanged",
     "Lamb",
     "Metrics",
     "OneBitAdam",
@@ -45,4 +54,5 @@ __all__ = [
     "attach",
     "checkpoint",
     "compress",
+    "detach",
 ]

@@ -19,17 +19,31 @@ from torch import Tensor, nn
 from torch.distributed import PrefixStore, ProcessGroup
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakTensorKeyDictionary as TensorDictionary
+
+__all__ = ["TensorDictionary"]
+"""A dictionary with tensors as keys, by identity, which keeps none of them alive.
+
+`weakref.WeakKeyDictionary` compares keys with `==`, which tensors do not support. An attribute of a parameter would be
+pickled with it. Undocumented; since 2.6.
+"""
 
 # DistributedDataParallel ----------------------------------------------------------------------------------------------
 
 
-def communication_hooks(model: DistributedDataParallel) -> list[str]:
-    """The names of the communication hooks that a model has.
+def communication_hooks(model: DistributedDataParallel) -> list[tuple[str, Any]]:
+    """The names of the communication hooks that a model has, and their states.
 
     DDP accepts one hook only. Without this list `attach` learns of an earlier hook from an exception of
-    `register_comm_hook`, after ranks have already exchanged their settings. Since 2.6.
+    `register_comm_hook`, after ranks have already exchanged their settings. A copy of a model has the list of the
+    original, but DDP does not register the hooks. Since 2.6.
     """
-    return [getattr(hook, "__name__", type(hook).__name__) for hook, _ in model._comm_hooks]
+    return [(getattr(hook, "__name__", type(hook).__name__), state) for hook, state in model._comm_hooks]
+
+
+def forget_communication_hooks(model: DistributedDataParallel) -> None:
+    """Clear the list of hooks of a copied model, none of which DDP has registered. Since 2.6."""
+    model._comm_hooks.clear()
 
 
 def disable_static_graph_all_reduce(model: DistributedDataParallel) -> None:
@@ -323,12 +337,38 @@ def post_accumulate_hooks(p: Tensor) -> list[Any]:
     return list((getattr(p, "_post_accumulate_grad_hooks", None) or {}).values())
 
 
+def post_accumulate_hook_count(p: Tensor) -> int:
+    """The number of hooks that `post_accumulate_hooks` lists."""
+    return len(getattr(p, "_post_accumulate_grad_hooks", None) or ())
+
+
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call a function when the backward pass under way ends, after what was queued before it.
 
     torch has no public function for this; DDP and FSDP use this one. Since 2.6.
     """
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+# Fully sharded data parallelism, version 1 ----------------------------------------------------------------------------
+
+
+def uses_fsdp1(model: nn.Module) -> bool:
+    """Whether a module or a part of it is a FullyShardedDataParallel.
+
+    Only a program that has imported torch.distributed.fsdp has such modules. Since 2.6.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and any(isinstance(part, fsdp.FullyShardedDataParallel) for part in model.modules())
+
+
+def is_of_fsdp1(p: Tensor) -> bool:
+    """Whether a parameter belongs to FullyShardedDataParallel: a FlatParameter, or a part of one.
+
+    With `use_orig_params=True` the parameters are ordinary ones, which FSDP marks. Without this check an optimizer
+    would exchange shards that are not of the same parameter. Since 2.6.
+    """
+    return getattr(p, "_is_flat_param", False) is True or getattr(p, "_fsdp_flattened", False) is True
 
 
 # Tensors --------------------------------------------------------------------------------------------------------------

@@ -6,75 +6,131 @@ gradient as soon as autograd has accumulated it: on the thread that computed it,
 lanes exchange the packets while backward continues. `.grad` stays the local gradient.
 """
 
-# No `from __future__ import annotations` here: DDP checks the annotations of its hook, which must be types.
+from __future__ import annotations
+
 import weakref
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import GradBucket
-from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from thinwire import _torch_compat
-from thinwire._ddp import check_hooks, disable_join
+from thinwire._ddp import ModelHook, check_hooks, give_back, take_over
+from thinwire._first_use import FirstUse, cancel
+from thinwire._foreign_steps import Reservation
+from thinwire._unwrap import distributed_model, refuse_fsdp1, unwrapped_optimizer
 from thinwire.kernels.modes import Scale
 from thinwire.optimizers.optimizer import WireOptimizer
 
 
 def attach(
     model: nn.Module,
-    optimizer: WireOptimizer,
+    optimizer: Any,
     *,
     overlap: bool = True,
     grad_scaler: torch.amp.GradScaler | None = None,
 ) -> None:
-    """Let a thinwire optimizer do the communication of a DistributedDataParallel model.
+    """Let a thinwire optimizer do the communication of a DistributedDataParallel model. All ranks call it.
 
     DDP no longer averages gradients; the optimizer exchanges packets while backward runs. Results are equal, to the
     bit, to those of the same optimizer without `attach` on a module without DDP.
 
-    `no_sync()` accumulates gradients as before. From the second step on gradients are encoded as backward produces
-    them. Changes of `.grad` between backward and `step()`, such as `clip_grad_norm_`, then have no effect on the step.
+    A module that is not wrapped yet may be given instead, for frameworks that wrap it themselves. `attach` then takes
+    effect in the first forward, with gradients, of a DistributedDataParallel model that wraps the module or contains
+    it; what does not fit is refused there. If nothing ever wraps it, `step()` exchanges by itself.
+
+    `no_sync()` accumulates gradients as before. Gradients are sent as backward produces them. A change of `.grad`
+    between backward and `step()`, such as `clip_grad_norm_`, would have no effect, so `step()` raises GradientChanged:
+    use `clip_norm=` or `clip_value=` of the optimizer, or `overlap=False`. `GradScaler.unscale_` is no such change.
     DDP still sends buffers in forward. If a rank is lost there, torch raises the error, not thinwire.
 
+    No other optimizer may move the parameters: its `step()` raises RuntimeError. `thinwire.detach` ends it all.
+
     Args:
-        model: a DistributedDataParallel model. The optimizer holds all of its trainable parameters.
-        optimizer: a thinwire optimizer.
-        overlap: exchange during backward; otherwise in `step()`.
+        model: a DistributedDataParallel model, or a module that will be wrapped in one; also inside the wrapper of a
+            framework or of torch.compile. The optimizer holds all of its trainable parameters.
+        optimizer: a thinwire optimizer, also inside the wrapper of a framework.
+        overlap: exchange during backward; otherwise in `step()`, which then sends `.grad` as it is, clipped or not.
         grad_scaler: the torch.amp.GradScaler in use, if any. Gradients are encoded during backward, before
             `scaler.step()` could unscale them. An overflow on one rank then lowers the scale on all ranks.
 
     Raises:
-        TypeError: if the model is not DistributedDataParallel, or the optimizer is not thinwire's.
+        TypeError: if the model is not a module, or is sharded; or if the optimizer is not thinwire's.
         ValueError: if the optimizer does not fit the model.
         ValueError: on every rank, if the nodes are unknown or have different numbers of ranks.
         RuntimeError: if the model has a communication hook already; or, on every rank, if ranks differ in the
             optimizer's class, its hyper-parameters, the parameters' names, shapes or dtypes, the version or the seed.
     """
-    if not isinstance(model, DistributedDataParallel):
-        compiled = isinstance(_torch_compat.uncompiled(model), DistributedDataParallel)
+    inner, wire = distributed_model(model), unwrapped_optimizer(optimizer)
+    if not isinstance(wire, WireOptimizer):
         raise TypeError(
-            f"attach: model is {type(model).__name__}, expected torch.nn.parallel.DistributedDataParallel. "
-            + ("Call attach before torch.compile" if compiled else "Without DDP, step() exchanges by itself")
+            f"attach: optimizer is {type(wire).__module__}.{type(wire).__name__}, expected a thinwire optimizer, for "
+            "example thinwire.Birder"
         )
-    if not isinstance(optimizer, WireOptimizer):
+    _check_model(inner, wire)
+    if isinstance(inner, DistributedDataParallel):
+        cancel(inner.module)
+        _attach(inner, wire, grad_scaler, overlap=overlap)
+    else:
+        _attach_when_used(inner, wire, grad_scaler, overlap=overlap)
+
+
+def _check_model(model: object, optimizer: WireOptimizer) -> None:
+    if not isinstance(model, nn.Module):
         raise TypeError(
-            f"attach: optimizer is {type(optimizer).__module__}.{type(optimizer).__name__}, expected a thinwire "
-            "optimizer, for example thinwire.Birder"
+            f"attach: model is {type(model).__name__}, expected torch.nn.parallel.DistributedDataParallel, or the "
+            "torch.nn.Module that it will wrap"
         )
+    refuse_fsdp1(model, "attach")
+    if _torch_compat.is_fully_sharded(model):
+        raise TypeError(
+            "attach: the model is sharded by fully_shard (FSDP2). Keep your torch.optim optimizer, and call "
+            "thinwire.compress(model)"
+        )
+    held = set(optimizer._flat_params)
+    if not any(p in held for p in model.parameters()):
+        raise ValueError(
+            f"attach: the optimizer holds no parameter of the model ({type(model).__name__}). Pass the optimizer that "
+            "was made with model.parameters()"
+        )
+
+
+def _attach_when_used(
+    module: nn.Module, optimizer: WireOptimizer, grad_scaler: torch.amp.GradScaler | None, *, overlap: bool
+) -> None:
+    """Attach the first DDP model that wraps a module and is used."""
+    reference = weakref.ref(optimizer)
+
+    def at_first_use(model: DistributedDataParallel) -> None:
+        alive = reference()
+        if alive is not None:
+            # torch has already collected the hooks that it calls before this forward.
+            _attach(model, alive, grad_scaler, overlap=overlap)._before_forward()
+
+    FirstUse(module, at_first_use)
+
+
+def _attach(
+    model: DistributedDataParallel,
+    optimizer: WireOptimizer,
+    grad_scaler: torch.amp.GradScaler | None,
+    *,
+    overlap: bool,
+) -> _Attachment:
     _check_fit(model, optimizer)
     names = {p: name for name, p in model.module.named_parameters()}
     optimizer._prepare(names)
     # _prepare() has compared the ranks. They are equal, so an error below occurs on all of them.
-    model.register_comm_hook(None, _unexpected_exchange)
-    disable_join(model, "attach")
-    reference = _attachments.get(model.module)
-    previous = reference() if reference is not None else None
+    previous = attachment_of(model.module)
     if previous is not None:
         # The module was attached before, inside another DistributedDataParallel, to another optimizer.
         previous.detach()
-    _attachments[model.module] = weakref.ref(_Attachment(model, optimizer, names, grad_scaler, overlap=overlap))
+    attachment = _Attachment(model, optimizer, names, grad_scaler, overlap=overlap)
+    _attachments[model.module] = weakref.ref(attachment)
+    return attachment
 
 
 def _check_fit(model: DistributedDataParallel, optimizer: WireOptimizer) -> None:
@@ -95,14 +151,6 @@ def _check_fit(model: DistributedDataParallel, optimizer: WireOptimizer) -> None
             )
 
 
-def _unexpected_exchange(_: object, bucket: GradBucket) -> Future[Tensor]:
-    # DDP never calls this hook. It is registered so that DDP rejects other hooks, which it would not call either.
-    raise RuntimeError(
-        f"DDP was about to exchange its bucket {bucket.index()}, but the model is attached to thinwire. Was "
-        "require_backward_grad_sync changed between forward and backward?"
-    )
-
-
 class _Attachment:
     """Encodes each gradient when autograd has accumulated it completely.
 
@@ -110,9 +158,11 @@ class _Attachment:
     backward passes. The counts of earlier steps tell which accumulation is the last one. `step()` encodes parameters
     with fewer accumulations than expected, or with none.
 
-    The forward hooks of the model hold the only strong reference. Hooks of parameters hold weak references, because the
-    garbage collector cannot traverse them.
+    The hooks of the model and of the optimizer hold the only strong references. Hooks of parameters hold weak
+    references, because the garbage collector cannot traverse them.
     """
+
+    caller = "attach"
 
     def __init__(
         self,
@@ -137,10 +187,12 @@ class _Attachment:
         """Accumulations since the last step."""
         self._steps_with_fewer = 0
         """Steps in a row in which some parameter had fewer accumulations than expected."""
+        take_over(model, self)
         _torch_compat.disable_static_graph_all_reduce(model)
+        self._reservation = Reservation(optimizer, names)
         self._hooks = [
-            model.register_forward_pre_hook(self._before_forward),
-            model.register_forward_hook(self._after_forward, always_call=True),
+            model.register_forward_pre_hook(ModelHook(self._before_forward)),
+            model.register_forward_hook(ModelHook(self._after_forward), always_call=True),
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_load_state_dict_post_hook(self._after_load),
         ]
@@ -150,10 +202,27 @@ class _Attachment:
                 self._hooks.append(_register_gradient_hook(p, weakref.ref(self), position))
 
     def detach(self) -> None:
-        """Remove all hooks."""
+        """Remove all hooks, and let DDP average gradients again. See `thinwire._ddp.Exchanger`."""
         for hook in self._hooks:
             hook.remove()
         self._optimizer._after_step.remove(self._after_step)
+        self._reservation.release()
+        give_back(self._model)
+        if self._model.static_graph:
+            self._model.register_forward_pre_hook(ModelHook(_refuse_static_graph))
+        del _attachments[self._model.module]
+
+    def discard_exchange(self) -> None:
+        """Discard gradients that were sent and not applied. All ranks call this."""
+        self._optimizer._finish_exchange()
+        self._optimizer._begin_step()
+
+    def exchange(self, bucket: GradBucket) -> NoReturn:
+        """DDP never calls its hook. It is registered so that DDP rejects other hooks, which it would not call."""
+        raise RuntimeError(
+            f"DDP was about to exchange its bucket {bucket.index()}, but the model is attached to thinwire. Was "
+            "require_backward_grad_sync changed between forward and backward?"
+        )
 
     def _before_forward(self, *_: object) -> None:
         # DDP decides in forward whether the next backward synchronizes; no_sync() must surround both. So do we.
@@ -172,6 +241,7 @@ class _Attachment:
         if not self._encodes_in_backward:
             return
         self._seen[position] += 1
+        self._optimizer._watch(position)
         seen, expected = self._seen[position], self._expected[position]
         if seen == expected:
             self._optimizer._encode_early(position, self._scale())
@@ -223,6 +293,21 @@ _STEPS_UNTIL_FEWER = 8
 """After so many steps in a row with fewer accumulations than expected, fewer are expected."""
 
 _attachments: weakref.WeakKeyDictionary[nn.Module, weakref.ref[_Attachment]] = weakref.WeakKeyDictionary()
+
+
+def attachment_of(module: nn.Module) -> _Attachment | None:
+    """The attachment of the DDP model that wraps a module, if there is one."""
+    reference = _attachments.get(module)
+    return reference() if reference is not None else None
+
+
+def _refuse_static_graph(*_: object) -> None:
+    # DDP has counted accumulations while it did not synchronize. It would not synchronize the second backward.
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "a DistributedDataParallel model with static_graph=True that was attached and detached cannot average "
+            "gradients. Wrap its module in a new DistributedDataParallel"
+        )
 
 
 def _register_gradient_hook(p: Tensor, attachment: weakref.ref[_Attachment], position: int) -> RemovableHandle:

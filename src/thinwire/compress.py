@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire import _torch_compat
+from thinwire._unwrap import distributed_model, refuse_fsdp1
 from thinwire.averaging.averager import GradientAverager
 from thinwire.averaging.catalogue import rule_of
 from thinwire.averaging.ddp import average_ddp
@@ -31,6 +32,8 @@ def compress(
     bucket_mb: float | None = None,
     max_consecutive_skips: int | None = 100,
     check_replicas_every: int = 100,
+    clip_norm: float | None = None,
+    clip_value: float | None = None,
     **options: Any,
 ) -> Compression:
     """Average the gradients of a DistributedDataParallel or FSDP2 model in compressed form. All ranks call it.
@@ -63,7 +66,8 @@ def compress(
     or all fail. With FSDP2 these are all ranks with the same shard. The residuals stay finite.
 
     Args:
-        model: a DistributedDataParallel model, or the root module of a model after `fully_shard`.
+        model: a DistributedDataParallel model, or the root module of a model after `fully_shard`; also inside the
+            wrapper of a framework or of torch.compile.
         compressor: the name of the compressor: "int4", "int8", "int3", "int2", "int1", "powersgd", "topk", "gtopk",
             "chunked_topk", "randomk", "count_sketch", "sign", "onebit_sgd", "signsgd", "qsgd", "terngrad", "natural",
             or "none" to send floats. docs/compress.md compares them.
@@ -76,27 +80,35 @@ def compress(
         mesh: a two-dimensional DeviceMesh of the ranks that average, one row per node, if LOCAL_WORLD_SIZE is not set.
         node_dtype: the dtype of gradients on the link inside a node: torch.float32, or torch.bfloat16 for half the
             bytes.
-        bucket_mb: the size of a bucket, in megabytes of fp32 gradient. None: a quarter of the model, but at least 4 and
+        bucket_mb: the size of a bucket, in megabytes of fp32 gradient. None: an eighth of the model, but at least 2 and
             at most 32.
         max_consecutive_skips: raise TooManySkips after this many exchanges in a row in which a gradient was not finite.
             None: never.
         check_replicas_every: compare a hash of the parameters across all ranks every this many exchanges; 0 for never.
+        clip_norm: clip each rank's own gradient to this norm before it is averaged, as in `thinwire.Birder`. It limits
+            what a spike on one rank adds to the average. `clip_grad_norm_` after backward still clips the average. Not
+            with FSDP2, where a rank has a part of each gradient only.
+        clip_value: clip each element of it to [-clip_value, clip_value]. Not with FSDP2.
         **options: options of the compressor, such as `block=32` of "int4"; see the API reference.
 
     Returns:
         An object with `metrics()`, `state_dict()` and `load_state_dict()`.
 
     Raises:
-        TypeError: if the model is neither DistributedDataParallel nor sharded; on every rank, for an unknown option, a
-            complex parameter, or a module with sparse gradients.
+        TypeError: if the model is neither DistributedDataParallel nor sharded, or if it is FSDP1; on every rank, for an
+            unknown option, a complex parameter, or a module with sparse gradients.
         ValueError: on every rank, for an unknown compressor, an invalid option on any rank, or a mesh without replicas.
         RuntimeError: on every rank, if the model has a communication hook already, or if ranks disagree on the
             compressor, its options, or the model.
     """
 
+    inner = distributed_model(model)
+    if isinstance(inner, nn.Module):
+        refuse_fsdp1(inner, "compress")
+
     def make(params: dict[Tensor, str], process_group: ProcessGroup | None) -> GradientAverager:
         rule = rule_of(compressor, options, residual_decay)
-        _refuse_sparse(model.module if isinstance(model, DistributedDataParallel) else model)
+        _refuse_sparse(inner.module if isinstance(inner, DistributedDataParallel) else inner)
         return GradientAverager(
             params,
             rule,
@@ -107,18 +119,22 @@ def compress(
             bucket_mb=bucket_mb,
             max_consecutive_skips=max_consecutive_skips,
             check_replicas_every=check_replicas_every,
+            clip_norm=clip_norm,
+            clip_value=clip_value,
         )
 
-    if isinstance(model, DistributedDataParallel):
-        return Compression(average_ddp(model, make, grad_scaler))
-    if _torch_compat.is_fully_sharded(model):
-        return Compression(average_replicas(model, make, grad_scaler))
-    inner = _torch_compat.uncompiled(model)
-    compiled = isinstance(inner, DistributedDataParallel) or _torch_compat.is_fully_sharded(inner)
+    if isinstance(inner, DistributedDataParallel):
+        return Compression(average_ddp(inner, make, grad_scaler))
+    if _torch_compat.is_fully_sharded(inner):
+        if clip_norm is not None or clip_value is not None:
+            raise ValueError(
+                f"compress: clip_norm={clip_norm!r}, clip_value={clip_value!r} with a sharded model: a rank has a part "
+                "of each gradient only. Expected None. Use torch.nn.utils.clip_grad_norm_ after backward"
+            )
+        return Compression(average_replicas(inner, make, grad_scaler))
     raise TypeError(
-        f"compress: model is {type(model).__name__}, expected torch.nn.parallel.DistributedDataParallel, or a module "
-        "after torch.distributed.fsdp.fully_shard. "
-        + ("Call compress before torch.compile" if compiled else "Wrap or shard the module first")
+        f"compress: model is {type(inner).__name__}, expected torch.nn.parallel.DistributedDataParallel, or a module "
+        "after torch.distributed.fsdp.fully_shard. Wrap or shard the module first"
     )
 
 

@@ -47,9 +47,18 @@ class PeerLost(RuntimeError):
 class CorruptPacket(RuntimeError):
     """A packet was damaged, or it was not the packet that was due. Raised on all ranks before any applies an answer.
 
+    A rank that stops for a reason of its own, such as `GradientChanged`, is a CorruptPacket on the others.
+
     There is one exception: packets inside a node, in a local step of `thinwire.ZeroOneAdam`. The ranks of that node
     raise this error. The other ranks raise `PeerLost` when they next wait for that node.
     """
+
+    field: str | None = None
+    """The field of the header that was wrong, if it was one."""
+
+
+class GradientChanged(RuntimeError):
+    """A gradient was changed between backward, which had sent it, and `step()`. No rank applies the step."""
 
 
 class ReplicasDiffer(RuntimeError):

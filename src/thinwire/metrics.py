@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import time
 from dataclasses import dataclass, field
 
@@ -28,7 +30,7 @@ class Metrics:
     node_bytes_sent: int
     """Bytes sent to other ranks of the same node; 0 in a flat topology, where every rank is a worker."""
     stage_seconds: float
-    """Copying gradients for the other ranks of the node."""
+    """Copying gradients for the other ranks of the node, and clipping them (`clip_norm`, `clip_value`)."""
     node_seconds: float
     """Waiting for gradients and answers from other ranks of the node."""
     encode_seconds: float
@@ -49,6 +51,39 @@ class Metrics:
     """‖c - C(c)‖²/‖c‖² of the last step, where c is this rank's message before compression and C(c) is what it sent: 0
     if nothing was lost, 1 if everything was. With scaled signs this is 1 - ‖c‖₁²/(d‖c‖₂²). NaN for optimizers that do
     not measure it."""
+    elapsed_seconds: float
+    """Time since the optimizer was created."""
+
+    def as_dict(self, since: Metrics | None = None) -> dict[str, float]:
+        """All totals by name, and rates, for a logger. What was not measured (NaN) is left out.
+
+        The rates are `steps_per_second`, `bytes_sent_per_second`, `bytes_received_per_second`, and `waited_share`: the
+        share of the time for which `step()` waited for the exchange. Example::
+
+            before = opt.metrics()
+            ...
+            for name, value in opt.metrics().as_dict(since=before).items():
+                writer.add_scalar(f"thinwire/{name}", value, step)
+
+        Args:
+            since: earlier metrics of the same optimizer, from which on rates are measured; None for its whole life.
+        """
+        numbers = {name: value for name, value in dataclasses.asdict(self).items() if not math.isnan(value)}
+        seconds = self.elapsed_seconds - (since.elapsed_seconds if since is not None else 0.0)
+        if seconds > 0:
+            for name, total in _RATES.items():
+                past = getattr(since, total) if since is not None else 0
+                numbers[name] = (getattr(self, total) - past) / seconds
+        return numbers
+
+
+_RATES = {
+    "steps_per_second": "steps",
+    "bytes_sent_per_second": "bytes_sent",
+    "bytes_received_per_second": "bytes_received",
+    "waited_share": "exposed_wait_seconds",
+}
+"""By the name of a rate, the total whose change per second it is."""
 
 
 class Stopwatch:
@@ -87,6 +122,7 @@ class Meter:
     packets: Stopwatch = field(default_factory=Stopwatch)
     answers: Stopwatch = field(default_factory=Stopwatch)
     exposed_wait: Stopwatch = field(default_factory=Stopwatch)
+    began: float = field(default_factory=time.perf_counter)
 
     def read(self, *, mean_abs_vote: float, contraction: float) -> Metrics:
         """The current totals."""
@@ -106,4 +142,5 @@ class Meter:
             exposed_wait_seconds=self.exposed_wait.seconds,
             mean_abs_vote=mean_abs_vote,
             contraction=contraction,
+            elapsed_seconds=time.perf_counter() - self.began,
         )

@@ -22,6 +22,7 @@ from tests.conformance.test_conformance import CLASSES, FEATURES, LEARNT, STEPS,
 from tests.distributed.averaging_runs import Averaging, train
 from tests.distributed.common import MANY_CASES_SECONDS, digest, named, run_nodes, token_loss, token_net
 from tests.instruction_sets import instruction_sets
+from tests.saved_states import of_one_rank
 from thinwire.averaging.averager import GradientAverager
 from thinwire.averaging.catalogue import NAMES, SCHEMES, rule_of
 
@@ -184,7 +185,7 @@ def one_bad_step(rank: int, world_size: int, entry: Entry) -> list[tuple[bool, s
         seen.append((bool(grads[0].isfinite().all()), digest(grads)))
         model.zero_grad()
     assert (handle.metrics().steps, handle.metrics().skipped_steps) == (4, 1)
-    for entries in handle.state_dict()["state"].values():
+    for entries in of_one_rank(handle.state_dict())["state"].values():
         for tensor in entries.values():
             assert tensor.isfinite().all()
     return seen

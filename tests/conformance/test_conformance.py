@@ -17,7 +17,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from tests.distributed.common import Training, assert_same_runs, digest, run_nodes, token_loss, token_net
+from tests.distributed.common import (
+    Training,
+    assert_same_runs,
+    digest,
+    run_nodes,
+    token_loss,
+    token_net,
+    trained_each,
+)
 from tests.instruction_sets import instruction_sets
 
 
@@ -46,6 +54,7 @@ class Entry:
 
 WARM_UP = {"betas": (0.9, 0.9), "warmup_steps": 10}
 INT4 = {"warmup_bits": 4}
+BLOCKS = {"scale_block": 128}
 VARIANCE = {
     "betas": (0.9, 0.9),
     "var_freeze_step": 10,
@@ -58,6 +67,7 @@ OPTIMIZERS = [
     Entry(thinwire.DistributedLion, lr=0.02),
     Entry(thinwire.OneBitAdam, 0.04, WARM_UP, dense_steps=3, buckets_matter=True),
     Entry(thinwire.OneBitAdam, 0.04, {**WARM_UP, **INT4}, buckets_matter=True, variant="int4-warm-up"),
+    Entry(thinwire.OneBitAdam, 0.04, {**WARM_UP, **INT4, **BLOCKS}, buckets_matter=True, variant="blocks"),
     Entry(thinwire.ZeroOneAdam, 0.06, VARIANCE, dense_steps=3, buckets_matter=True),
     Entry(thinwire.ZeroOneAdam, 0.06, {**VARIANCE, **INT4}, buckets_matter=True, variant="int4-warm-up"),
     Entry(thinwire.Lamb, 0.05, dense_steps=3),
@@ -173,6 +183,10 @@ def test_random_steps_of_that_size_do_not_learn_it(entry: Entry) -> None:
 # The laws ------------------------------------------------------------------------------------------------------------
 
 
+CLIPPED = {"clip_norm": 0.3, "clip_value": 0.05}
+"""Limits that the gradients of `token_loss` exceed, but not all of them and not always."""
+
+
 @every_optimizer
 @each_grid(3, long=(1,))
 def test_overlap_and_bucket_size_change_nothing(grid: Grid, entry: Entry) -> None:
@@ -182,8 +196,14 @@ def test_overlap_and_bucket_size_change_nothing(grid: Grid, entry: Entry) -> Non
     buckets_matter = entry.buckets_matter or (entry.optimizer is thinwire.SketchedAMSGrad and grid.ranks > 1)
     other_size = options["bucket_mb"] if buckets_matter else None
     plain = dataclasses.replace(overlapped, attach=False, options={**options, "bucket_mb": other_size})
+    clipped, clipped_plain = (
+        dataclasses.replace(each, options={**each.options, **CLIPPED}) for each in (overlapped, plain)
+    )
     world_size = grid.nodes * grid.ranks
-    assert_same_runs(world_size, plain, overlapped)
+    runs = trained_each(world_size, [overlapped, plain, clipped, clipped_plain])
+    assert runs[0] == runs[1]
+    assert runs[2] == runs[3]
+    assert runs[0] != runs[2], "nothing was clipped"
 
 
 @every_optimizer
@@ -209,7 +229,7 @@ def resume(rank: int, world_size: int, entry: Entry) -> dict[int, tuple[list[str
 
     def start() -> tuple[nn.Module, Any]:
         net = token_net()
-        return net, entry.make(net.parameters(), lr=entry.lr)
+        return net, entry.make(net.parameters(), lr=entry.lr, clip_norm=CLIPPED["clip_norm"])
 
     def train(net: nn.Module, optimizer: Any, steps: range) -> list[str]:
         digests = []
@@ -225,6 +245,7 @@ def resume(rank: int, world_size: int, entry: Entry) -> dict[int, tuple[list[str
     checkpoints: dict[int, io.BytesIO] = {}
     for step in range(SAVED_AFTER[-1] + 10):
         if step in SAVED_AFTER:
+            optimizer.synchronize()  # 0/1 Adam refuses to save between two synchronizations
             checkpoints[step] = io.BytesIO()
             torch.save((net.state_dict(), optimizer.state_dict()), checkpoints[step])
         never_stopped += train(net, optimizer, range(step, step + 1))
@@ -355,6 +376,7 @@ def measured(rank: int, world_size: int, entry: Entry) -> dict[str, float]:
     optimizer = entry.make(net.parameters(), lr=entry.lr)
     before = dataclasses.asdict(optimizer.metrics())
     assert all(math.isnan(before.pop(name)) for name in ("mean_abs_vote", "contraction"))
+    assert before.pop("elapsed_seconds") > 0
     assert not any(before.values()), f"something was counted before the first step: {before}"
     for step in range(3):
         token_loss(net, rank, step).backward()

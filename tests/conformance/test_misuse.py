@@ -68,8 +68,13 @@ def test_negated_parameters_are_refused(entry: Entry) -> None:
         entry.make([nn.Parameter(negated(torch.ones(3)))])
     p = nn.Parameter(torch.ones(3))
     optimizer = entry.make([p])
-    p.data = negated(torch.ones(3))
     p.grad = torch.ones(3)
+    p.data = negated(torch.ones(3))
+    with pytest.raises(ValueError, match=r"is_neg\(\).*resolve_neg\(\)"):
+        optimizer.step()
+    p.data = torch.ones(3)
+    optimizer.step()
+    p.data = negated(torch.ones(3))
     with pytest.raises(RuntimeError, match="lazily negated"):
         optimizer.step()
 

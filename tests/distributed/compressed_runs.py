@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from tests.distributed.checkpoint_runs import NoisyNet
 from tests.distributed.common import digest
+from tests.saved_states import of_one_rank
 from thinwire import checkpoint
 
 BUCKET_MB = 0.0005
@@ -70,13 +71,13 @@ class Run:
 
     def states(self) -> list[torch.Tensor]:
         """Those of the optimizer and of the compression."""
-        of_both = (self.optimizer.state_dict(), self.compression.state_dict())
+        of_both = (self.optimizer.state_dict(), of_one_rank(self.compression.state_dict()))
         entries = [entry for saved in of_both for of_one in saved["state"].values() for entry in sorted(of_one.items())]
         return [value for _, value in entries if isinstance(value, torch.Tensor)]
 
     def residuals(self) -> list[torch.Tensor]:
         """What the compression keeps for each parameter of this rank, besides numbers that all ranks share."""
-        saved = self.compression.state_dict()["state"]
+        saved = of_one_rank(self.compression.state_dict())["state"]
         return [value for of_one in saved.values() for name, value in of_one.items() if name not in ("step", "q")]
 
     def now(self) -> str:

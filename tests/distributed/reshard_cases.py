@@ -104,6 +104,7 @@ CASES = [
     Case(ENTRIES["Lamb"], 0.025),
     Case(ENTRIES["OneBitLamb"], 0.02, (DENSE, SWITCHED)),
     Case(ENTRIES["OneBitAdam-int4-warm-up"], 0.01, (DENSE, SWITCHED)),
+    Case(ENTRIES["OneBitAdam-blocks"], 0.01),
     Case(ENTRIES["ZeroOneAdam-int4-warm-up"], 0.01, (DENSE,)),
     Case(ENTRIES["OneBitLamb-int4-warm-up"], 0.02, (DENSE,)),
     Case(ENTRIES["CDAdam"], 0.01),
@@ -184,7 +185,7 @@ def save(rank: int, world_size: int, grid: Grid) -> Saved:
             train(net, optimizer, rank, step)
             losses.append(loss_of_all(net))
             if step + 1 in case.stages:
-                one = {"net": net.state_dict(), "optimizer": optimizer.state_dict(), "losses": losses}
+                one = {"net": net.state_dict(), "optimizer": optimizer._state_of_this_rank(), "losses": losses}
                 saved[str(case), step + 1] = packed(one)
     return saved
 
@@ -204,7 +205,7 @@ def go_on(rank: int, world_size: int, change: Change, saved: list[Saved]) -> Tak
                 except ValueError as refusal:
                     taken[str(case), stage, how] = str(refusal)
                     continue
-                state = packed({"net": net.state_dict(), "optimizer": optimizer.state_dict()})
+                state = packed({"net": net.state_dict(), "optimizer": optimizer._state_of_this_rank()})
                 losses = [loss_of_all(net)]
                 for step in range(stage, stage + AFTERWARDS):
                     train(net, optimizer, rank, step)
@@ -278,12 +279,16 @@ class Outcome:
     @property
     def before(self) -> SavedStates:
         states = [saved["optimizer"] for saved in self.saved]
-        return SavedStates(states, SHAPES, nodes_of(self.change.before), BUCKET_MB)
+        return SavedStates(states, SHAPES, nodes_of(self.change.before), BUCKET_MB, self._scale_block)
 
     @property
     def after(self) -> SavedStates:
         states = [taken["optimizer"] for taken in self.taken_over]
-        return SavedStates(states, SHAPES, nodes_of(self.change.after), self.change.bucket_mb)
+        return SavedStates(states, SHAPES, nodes_of(self.change.after), self.change.bucket_mb, self._scale_block)
+
+    @property
+    def _scale_block(self) -> int | None:
+        return self.case.entry.options.get("scale_block")
 
 
 OUTCOMES = [

@@ -52,10 +52,6 @@ def no_ddp(rank: int, world_size: int) -> None:
     thinwire.compress(token_net())
 
 
-def compiled_before(rank: int, world_size: int) -> None:
-    thinwire.compress(torch.compile(DDP(token_net()), backend="eager"))  # pyright: ignore[reportArgumentType]
-
-
 def two_hooks(rank: int, world_size: int) -> None:
     model = DDP(token_net())
     model.register_comm_hook(None, allreduce_hook)
@@ -120,7 +116,6 @@ def after_close(rank: int, world_size: int) -> None:
         (other_options, "RuntimeError", r"ranks disagree on block: 64 on rank 0; 32 on rank 1"),
         (other_models, "RuntimeError", r"ranks disagree on the checksum of the values of parameter 0"),
         (no_ddp, "TypeError", r"model is TokenNet, expected .*DistributedDataParallel"),
-        (compiled_before, "TypeError", r"Call compress before torch\.compile"),
         (two_hooks, "RuntimeError", r"communication hook already \(allreduce_hook\)"),
         (compress_twice, "RuntimeError", r"communication hook already .*call compress once"),
         (attach_first, "RuntimeError", r"It is attached to a thinwire optimizer"),

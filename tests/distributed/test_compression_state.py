@@ -22,6 +22,7 @@ from tests.distributed.reshard_cases import packed, unpacked
 from tests.forked import Run as ForkedRun
 from tests.forked import run_to_the_end
 from tests.harness import run_ranks
+from tests.saved_states import of_one_rank
 from thinwire.averaging.handle import Compression
 
 State = dict[str, Any]
@@ -77,7 +78,7 @@ def attempts(rank: int, world_size: int, saved: list[list[bytes]]) -> dict[str, 
         (warning,) = caught
         return f"{warning.category.__name__}: {warning.message}"
 
-    own, flat, paired = run.compression.state_dict(), *([unpacked(one) for one in of] for of in saved)
+    own, flat, paired = of_one_rank(run.compression.state_dict()), *([unpacked(one) for one in of] for of in saved)
 
     def altered(change: Callable[[State], object]) -> State:
         state = copy.deepcopy(own)
@@ -168,7 +169,7 @@ def test_state_without_owners_is_loaded_by_any_rank_with_a_warning() -> None:
     saved = run_ranks(state_of_topk, 2)[0]
     first, second = run_ranks(load_the_state_of_rank_0, 2, saved)
     assert not first
-    assert second.startswith("the state of rank 0 is loaded on rank 1: save and load one state dict per rank")
+    assert second.startswith("the state of rank 0 is loaded on rank 1: call consolidate_state_dict() on all ranks")
 
 
 def load_alone(rank: int, world_size: int) -> tuple[str, str]:
@@ -221,6 +222,6 @@ def use_after_close(rank: int, world_size: int) -> str:
 def test_a_closed_compression_still_has_its_state() -> None:
     for told in run_ranks(use_after_close, 2):
         assert told == (
-            "this thinwire.compress is closed: make a new one, and load the state_dict() of this one. A model needs a "
-            "new DistributedDataParallel around its module"
+            "this thinwire.compress is closed: make a new one, and load the state_dict() of this one. Call "
+            "thinwire.detach(model) first, if a model was given to thinwire.attach or thinwire.compress"
         )

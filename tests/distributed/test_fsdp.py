@@ -375,6 +375,33 @@ def test_the_exchange_ends_with_the_model() -> None:
     assert all(run_ranks(collected, 4))
 
 
+def detached(rank: int, world_size: int) -> tuple[str, str, str, str]:
+    """The gradients of a model after detach and of one that was never compressed; then of both, compressed."""
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # of the compiler
+    mesh = mesh_of(world_size, 2)
+    model, plain_model = sharded(mesh), sharded(mesh)
+    _ = thinwire.compress(model, topology="flat")
+    loss_of(model, rank, 0).backward()
+    thinwire.detach(model)
+
+    def gradients(of: Any) -> str:
+        of.zero_grad()
+        loss_of(of, rank, 1).backward()
+        return digest(p.grad.to_local() for p in of.parameters() if p.grad is not None)
+
+    after = gradients(model), gradients(plain_model)
+    compiled_model: Any = torch.compile(plain_model, backend="aot_eager")
+    for each in (model, compiled_model):
+        _ = thinwire.compress(each, topology="flat")
+    return *after, gradients(model), gradients(compiled_model)
+
+
+def test_detach() -> None:
+    for after, plain_gradients, again, new in run_nodes(detached, 4, 1):
+        assert after == plain_gradients
+        assert again == new != after
+
+
 def compiled(rank: int, world_size: int) -> tuple[str, str]:
     # torch's compiler reads the .grad of intermediate tensors, which warns.
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")

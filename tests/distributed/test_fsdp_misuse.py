@@ -35,11 +35,6 @@ def not_sharded(rank: int, world_size: int) -> None:
     thinwire.compress(transformer())
 
 
-def compiled_before(rank: int, world_size: int) -> None:
-    compiled: Any = torch.compile(sharded(mesh_of(world_size, 2)), backend="eager")
-    thinwire.compress(compiled)
-
-
 def all_reduce_hook(rank: int, world_size: int) -> None:
     model = sharded(mesh_of(world_size, 2))
     model.blocks[1].set_all_reduce_hook(print)
@@ -145,7 +140,6 @@ def after_close(rank: int, world_size: int) -> None:
             r"different replicas for different parameters, on ranks \[0, 1, 2, 3\] and \[\d, \d\]",
         ),
         (not_sharded, "TypeError", r"model is Transformer, expected .*DistributedDataParallel, .*fully_shard"),
-        (compiled_before, "TypeError", r"Call compress before torch\.compile"),
         (all_reduce_hook, "RuntimeError", r"the model has an all-reduce hook"),
         (parameter_hook, "RuntimeError", r"parameter 'blocks\.1\.up\.bias' has a hook"),
         (compress_twice, "RuntimeError", r"averages the gradients of this model already"),

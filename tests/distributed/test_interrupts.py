@@ -94,7 +94,7 @@ def running(arguments: Sequence[str], folder: Path, *, own_group: bool = False) 
 
 
 def in_a_step_of_the_demo(run: Run) -> None:
-    run.wait_for_words(rb"DDP \+ Birder[^\r\n]*steps/s")
+    run.wait_for_words(rb"thinwire \(Birder\)[^\r\n]*, step \d+, loss")
 
 
 def in_a_step_of_the_benchmark(run: Run) -> None:
@@ -108,14 +108,16 @@ def in_a_step_after_a_fault(run: Run) -> None:
 
 
 TINY = ("--layers", "1", "--width", "32", "--context", "16", "--batch", "1")
-DEMO = ("demo", "--ranks", "2", "--steps", "200", *TINY)
+DEMO_OF_BIRDER = ("demo", "--optimizer", "birder", "--ranks", "2", "--steps", "200", *TINY)
+DEMO = (*DEMO_OF_BIRDER, "--rate", "unlimited")
+DEMO_ON_HOSTS = (*DEMO_OF_BIRDER, "--rate", "20mbit")
 BENCH = ("bench", "step", "--hosts", "2", "--rates", "10mbit", "--methods", "birder", "--seconds", "60")
 CHAOS = ("chaos", "--hosts", "3", "--timeout", "2")
 
 
 def _case(arguments: Sequence[str], in_a_step: Callable[[Run], None], processes: int, number: signal.Signals) -> Any:
     """`make test` ends each command by one of the signals, `make test-all` by the other one too."""
-    name = "bench step" if arguments is BENCH else arguments[0]
+    name = {BENCH: "bench step", DEMO_ON_HOSTS: "demo on hosts"}.get(tuple(arguments), arguments[0])
     marks = [] if (arguments is DEMO) == (number == signal.SIGTERM) else [pytest.mark.long]
     return pytest.param(arguments, in_a_step, processes, number, marks=marks, id=f"{name}-{number.name}")
 
@@ -128,6 +130,7 @@ def _case(arguments: Sequence[str], in_a_step: Callable[[Run], None], processes:
         for number in (signal.SIGINT, signal.SIGTERM)
         for command in (
             (DEMO, in_a_step_of_the_demo, 3),
+            (DEMO_ON_HOSTS, in_a_step_of_the_demo, 3),
             (BENCH, in_a_step_of_the_benchmark, 3),
             (CHAOS, in_a_step_after_a_fault, 5),
         )
@@ -163,6 +166,7 @@ EXCHANGE = ("bench", "exchange", "--ranks", "2", "--elements", "65536", "--repea
 STUDY = ("study", "--task", "text", "--method", "adamw", "--method", "lion", "--jobs", "2", "--output", "study")
 COMMANDS = {
     "demo": DEMO,
+    "demo on hosts": DEMO_ON_HOSTS,
     "bench exchange": EXCHANGE,
     "study": STUDY,
     "study --processes": (*STUDY, "--processes"),
@@ -176,6 +180,8 @@ SECONDS_AFTER_THE_FIRST_CHILD = (0.0, 0.4, 1.0, 1.6, 2.3, 3.0)
     [
         ("demo", 0.0, True),
         ("demo", 1.6, False),
+        ("demo on hosts", 0.0, True),
+        ("demo on hosts", 0.4, False),
         ("bench exchange", 0.4, True),
         ("bench exchange", 2.3, False),
         ("study", 0.0, False),
@@ -202,6 +208,8 @@ def test_ctrl_c_at_every_moment_of_a_start(name: str, whole_group: bool, tmp_pat
 
 def assert_ctrl_c_ends(arguments: Sequence[str], seconds: float, folder: Path, *, whole_group: bool) -> None:
     """A terminal sends SIGINT to the whole group, so children receive it too, at any moment of their start."""
+    if arguments is DEMO_ON_HOSTS:
+        skip_unless_available()
     with running(arguments, folder, own_group=True) as run:
         assert eventually(lambda: len(run.pids()) >= 2, seconds=60)
         time.sleep(seconds)
@@ -215,5 +223,6 @@ def assert_ctrl_c_ends(arguments: Sequence[str], seconds: float, folder: Path, *
     for trouble in ("terminate called", "Traceback", "KeyboardInterrupt", "Exception ignored"):
         assert trouble not in printed, printed
     assert eventually(lambda: not run.pids()), (printed, run.pids())
+    assert namespaces_of(run.process.pid) == []
     left = {path.name for path in folder.iterdir() if not path.match(OF_TORCH)}
     assert left <= {"study"}, printed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -171,13 +172,75 @@ def test_an_optimizer_made_before_the_process_group_is_refused() -> None:
         assert "torch.distributed has 2 ranks, but was initialised after thinwire was set up" in error.message
 
 
-def test_a_model_converted_after_the_optimizer_was_made_is_refused() -> None:
+OPTIMIZERS = [
+    *(thinwire.Birder, thinwire.OneBitAdam, thinwire.ZeroOneAdam, thinwire.OneBitLamb, thinwire.CDAdam),
+    *(thinwire.SketchedAMSGrad, thinwire.DistributedLion, thinwire.Lamb),
+]
+
+
+def _stepped(net: nn.Module, opt: torch.optim.Optimizer) -> str:
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(5, 4, generator=generator).to(next(net.parameters()).dtype)
+        net(x).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+    return digest([*net.parameters(), *(t for p in net.parameters() for t in opt.state[p].values())])
+
+
+def _small_net() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(4, 40)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS, ids=lambda kind: kind.__name__)
+def test_the_first_step_follows_a_model_that_was_converted(kind: Callable[..., torch.optim.Optimizer]) -> None:
+    net = _small_net().bfloat16()
+    expected = _stepped(net, kind(net.parameters()))
+
+    for between in ("nothing", "state_dict", "load_state_dict", "frozen"):
+        net = _small_net()
+        opt = kind(net.parameters())
+        if between == "frozen":
+            net.requires_grad_(False)
+        net.bfloat16()
+        if between == "state_dict":
+            state = opt.state_dict()["state"][0]
+            assert state.get("master", torch.zeros(())).dtype == torch.float32
+            assert "master" in state
+        elif between == "load_state_dict":  # as Accelerate does
+            opt.load_state_dict(opt.state_dict())
+        net.requires_grad_(True)
+        assert _stepped(net, opt) == expected, between
+
+    net = _small_net()
+    opt = kind(net.parameters())
+    net.bfloat16().float()
+    net.weight.data = net.weight.data.t().contiguous().t()
+    transposed = _small_net()
+    transposed.bfloat16().float()
+    transposed.weight.data = transposed.weight.data.t().contiguous().t()
+    assert _stepped(net, opt) == _stepped(transposed, kind(transposed.parameters()))
+
+
+def test_a_model_converted_after_the_first_step_is_refused() -> None:
     net = nn.Linear(4, 4)
     opt = thinwire.Birder(net.parameters())
+    net(torch.ones(1, 4)).sum().backward()
+    opt.step()
+    opt.zero_grad()
     net.bfloat16()
     net(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
     with pytest.raises(RuntimeError, match=r"a parameter is .*bfloat16.*but was .*float32.*Convert the model first"):
         opt.step()
+
+
+def test_a_conversion_to_a_dtype_that_has_no_kernels_is_refused() -> None:
+    net = nn.Linear(4, 4)
+    opt = thinwire.Birder(net.parameters())
+    net.double()
+    with pytest.raises(TypeError, match=r"a parameter of torch\.float64: expected float32"):
+        opt.state_dict()
 
 
 def test_an_optimizer_cannot_be_copied() -> None:

@@ -160,7 +160,9 @@ class Run:
 
     def save(self) -> bytes:
         buffer = io.BytesIO()
-        torch.save({"net": self.net.state_dict(), "optimizer": self.optimizer.state_dict()}, buffer)
+        # state_dict() refuses to save between two synchronizations.
+        state = self.optimizer._state_of_this_rank()
+        torch.save({"net": self.net.state_dict(), "optimizer": state}, buffer)
         return buffer.getvalue()
 
     def load(self, weights: bytes, state: bytes) -> None:

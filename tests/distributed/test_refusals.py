@@ -245,9 +245,12 @@ def attach_beside_a_hook(rank: int, world_size: int) -> None:
     thinwire.attach(model, thinwire.Birder(net.parameters()))
 
 
-def attach_plain_module(rank: int, world_size: int) -> None:
-    net = token_net()
-    thinwire.attach(net, thinwire.Birder(net.parameters()))
+def attach_no_module(rank: int, world_size: int) -> None:
+    thinwire.attach([token_net()], thinwire.Birder(token_net().parameters()))  # pyright: ignore[reportArgumentType]
+
+
+def attach_another_module(rank: int, world_size: int) -> None:
+    thinwire.attach(token_net(), thinwire.Birder(token_net().parameters()))
 
 
 def attach_other_optimizer(rank: int, world_size: int) -> None:
@@ -294,7 +297,8 @@ def backward_once_more_than_before(rank: int, world_size: int) -> None:
     [
         (attach_twice, "RuntimeError", r"has a communication hook already .*attach once"),
         (attach_beside_a_hook, "RuntimeError", r"has a communication hook already \(allreduce_hook\)"),
-        (attach_plain_module, "TypeError", r"model is TokenNet, expected .*DistributedDataParallel"),
+        (attach_no_module, "TypeError", r"model is list, expected .*DistributedDataParallel"),
+        (attach_another_module, "ValueError", r"holds no parameter of the model \(TokenNet\)"),
         (attach_other_optimizer, "TypeError", r"optimizer is .*AdamW, expected a thinwire optimizer"),
         (attach_some_parameters, "ValueError", r"does not hold parameter 'hidden\.bias'"),
         (attach_other_group, "ValueError", r"process group has ranks \[0, 1\], the optimizer's \[\d\]"),

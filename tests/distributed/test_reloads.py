@@ -46,7 +46,7 @@ def _load_alone(rank: int, world_size: int, name: str, backwards: bool) -> tuple
     p = torch.nn.Parameter(torch.randn(5000))
     optimizer = kind([p], **options)
     _train(optimizer, p, rank, early)
-    saved = copy.deepcopy(optimizer.state_dict())
+    saved = copy.deepcopy(optimizer._state_of_this_rank())
     if backwards:
         _train(optimizer, p, rank, late - early)
         if rank == 1:
@@ -56,7 +56,7 @@ def _load_alone(rank: int, world_size: int, name: str, backwards: bool) -> tuple
         ahead.load_state_dict(saved)
         _train(ahead, ahead.param_groups[0]["params"][0], rank, late - early)
         if rank == 1:
-            optimizer.load_state_dict(ahead.state_dict())
+            optimizer.load_state_dict(ahead._state_of_this_rank())
     try:
         _train(optimizer, p, rank, 4)
     except RuntimeError as error:

@@ -60,7 +60,7 @@ def save_apart(rank: int, world_size: int) -> tuple[dict[str, Any], list[torch.T
         for i, p in enumerate(params):
             p.grad = gradient(i, rank, step)
         optimizer.step()
-    return optimizer.state_dict(), [p.detach() for p in params], agreed
+    return optimizer._state_of_this_rank(), [p.detach() for p in params], agreed
 
 
 def as_tensors(value: Any) -> Any:
@@ -78,7 +78,7 @@ def take_apart(rank: int, world_size: int, saved: list[Any], how: Any) -> tuple[
         for p, value in zip(params, saved[(rank + 1) % OLD.nodes][1], strict=True):
             p.copy_(torch.as_tensor(value))
     adopt(optimizer, SavedRun(nodes_of(OLD), 0.0005, lambda r: as_tensors(saved[r][0])), how)
-    return optimizer.state_dict(), [p.detach() for p in params]
+    return optimizer._state_of_this_rank(), [p.detach() for p in params]
 
 
 @pytest.mark.parametrize("how", ["average", "reset"])
@@ -123,7 +123,7 @@ def continue_both_ways(rank: int, world_size: int, grid: Grid, case: Case) -> di
         train(net, optimizer, 0, step)
     weights = {name: value.clone() for name, value in net.state_dict().items()}
     states: list[Any] = [None] * world_size
-    dist.all_gather_object(states, optimizer.state_dict())
+    dist.all_gather_object(states, optimizer._state_of_this_rank())
 
     loaded, optimizer = case.start(grid)
     loaded.load_state_dict(weights)

@@ -70,6 +70,8 @@ def cases() -> dict[str, OracleCase]:
         made[f"{base}, int8 warm-up"] = OracleCase(
             case.optimizer, Scenario(sometimes_nonfinite, case.scenario.steps), {**case.options, "warmup_bits": 8}
         )
+        scenario = replace(scenario, schedule=fall_and_rise)
+        made[f"{base}, blocks"] = replace(case.with_options(scale_block=128), scenario=scenario, bucket_elements=1500)
     made["1-bit Adam, auto"] = ONE_BIT_ADAM.with_options(warmup_steps="auto")
     made["1-bit LAMB, auto"] = ONE_BIT_LAMB.with_options(warmup_steps="auto")
     made["1-bit LAMB, max_coeff=1"] = ONE_BIT_LAMB.with_options(max_coeff=1.0)
@@ -95,6 +97,14 @@ def test_the_distributed_run_is_the_oracle(world_size: int, base: str) -> None:
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize(("nodes", "ranks"), [(2, 2), pytest.param(1, 2, marks=pytest.mark.long)])
 def test_a_hierarchical_run_is_the_oracle_of_its_nodes(nodes: int, ranks: int, base: str) -> None:
-    variants = ("defaults", "partly absent", "many buckets", "sometimes nonfinite", "int4 warm-up", "int8 warm-up")
+    variants = (
+        "defaults",
+        "partly absent",
+        "many buckets",
+        "sometimes nonfinite",
+        "int4 warm-up",
+        "int8 warm-up",
+        "blocks",
+    )
     cases = {name: CASES[name] for name in (f"{base}, {variant}" for variant in variants) if name in CASES}
     assert_hierarchical_runs_are_the_oracle(cases, nodes, ranks)

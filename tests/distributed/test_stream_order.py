@@ -195,7 +195,7 @@ def test_the_order_of_work_and_that_nobody_waits(case: str) -> None:
             current = [what for stream, what in of_step if stream == CURRENT and not what.startswith("wait")]
             encodes = [what for what in current[: current.index("join")] if what != "fork"]
             assert set(encodes) == {encode}
-            assert current[: current.index("join")].count("fork") == buckets
+            assert current[: current.index("join")].count("fork") == buckets + 1, "one more for the commit round"
             assert current[0] == encode
             assert current[current.index("join") - 1] == "fork", "buckets are under way before anything is waited for"
             assert apply in current[current.index("join") :]

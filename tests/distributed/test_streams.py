@@ -51,7 +51,8 @@ def test_streams_and_lanes_give_the_same_bits(entry: Entry) -> None:
 
 def test_buckets_and_dtypes_do_not_matter_on_streams_either() -> None:
     downlinks = (Training(options={"downlink": downlink}) for downlink in ("majority", "votes"))
-    for plain in (*downlinks, Training(model=half_net), Training(model=brain_net)):
+    clipped = Training(options={"clip_norm": 0.3, "clip_value": 0.05})
+    for plain in (*downlinks, clipped, Training(model=half_net), Training(model=brain_net)):
         small = {**plain.options, "bucket_mb": 0.01}
         assert_same_runs(2, plain, on_stream(plain, attach=True), on_stream(plain, options=small))
 

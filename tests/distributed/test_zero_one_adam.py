@@ -181,7 +181,7 @@ def synchronize_after_loading(rank: int, world_size: int, steps: int) -> list[st
     first, second = Run(rank, Case(steps=steps)), Run(rank, Case())
     first.train()
     second.net.load_state_dict(first.net.state_dict())
-    second.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
+    second.optimizer.load_state_dict(copy.deepcopy(first.optimizer._state_of_this_rank()))
     assert not second.optimizer.is_synchronized
     for run in (first, second):
         run.optimizer.synchronize()

@@ -145,6 +145,7 @@ class Stage:
                     topology="flat" if flat else "hierarchical",
                     check_replicas_every=1,
                 )
+                self._optimizer._first_gradients.due = False  # the strangers say what this rank says
                 for _ in range(kind.steps):
                     self._optimizer.step()
                 self._optimizer._prepare()
@@ -152,7 +153,7 @@ class Stage:
             _base.Peers.of = usual
             del os.environ["LOCAL_WORLD_SIZE"]
         self._begun = [p.detach().clone() for p in self._params]
-        saved = self._optimizer.state_dict()
+        saved = self._optimizer._state_of_this_rank()
         # Not by deepcopy, which copies all of the memory that a tensor lies in, fences and all.
         state = {i: {name: value.clone() for name, value in of.items()} for i, of in saved["state"].items()}
         self._state = {"state": state, "param_groups": [dict(group) for group in saved["param_groups"]]}

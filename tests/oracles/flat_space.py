@@ -99,10 +99,19 @@ def first_words(words: int, shards: int, bucket_elements: int) -> list[int]:
 
 class FlatSpace:
     """Where elements lie. `elements` and `shard_of` are joined: the number of each element in the flat space, and that
-    of its shard, counted through all buckets. `shard_lengths` are in elements, and count padding.
+    of its shard, counted through all buckets. `shard_lengths` are in elements, and count padding. `scale_of` is the
+    number of the scale of each element, of which there are `scales`: one a shard, or one a block of `scale_block`;
+    `block_of` counts the blocks of a shard.
     """
 
-    def __init__(self, groups: Sequence[Group], workers: int, slices: int, bucket_elements: int) -> None:
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        workers: int,
+        slices: int,
+        bucket_elements: int,
+        scale_block: int | None = None,
+    ) -> None:
         self.workers = workers
         self.places = lay_out(groups)
         self._ends = np.cumsum([place.value.size for place in self.places])[:-1]
@@ -112,6 +121,13 @@ class FlatSpace:
         self.shards = len(shards)
         self.shard_of = np.searchsorted([shard.first for shard in shards], self.elements // WORD, side="right") - 1
         self.shard_lengths = [shard.length * WORD for shard in shards]
+        in_shard = self.elements - np.array([shard.first * WORD for shard in shards])[self.shard_of]
+        longest = max(self.shard_lengths, default=1)
+        block = longest if scale_block is None else scale_block
+        self.block_of = in_shard // block
+        per_shard = -(-longest // block)
+        self.scale_of = self.shard_of * per_shard + self.block_of
+        self.scales = self.shards * per_shard
 
     def split(self, joined: np.ndarray) -> list[np.ndarray]:
         """A parameter each, along the last axis."""
@@ -181,9 +197,9 @@ class ScaledSigns:
         self.forget()
 
     def forget(self) -> None:
-        workers, elements, shards = self.space.workers, self.space.shard_of.size, self.space.shards
-        self.c, self.worker_scales = np.zeros((workers, elements)), np.zeros((workers, shards))
-        self.y, self.owner_scales = np.zeros(elements), np.zeros(shards)
+        workers, elements, scales = self.space.workers, self.space.scale_of.size, self.space.scales
+        self.c, self.worker_scales = np.zeros((workers, elements)), np.zeros((workers, scales))
+        self.y, self.owner_scales = np.zeros(elements), np.zeros(scales)
 
     @property
     def worker_errors(self) -> np.ndarray:
@@ -213,13 +229,13 @@ class ScaledSigns:
         return errors + np.where(fit, inputs, without_gradient), [not of_worker.all() for of_worker in fit]
 
     def _scales(self, c: np.ndarray) -> np.ndarray:
-        """s = ||c||_2 / sqrt(len), a shard each; 0 for a shard of nothing but padding."""
-        squares = np.bincount(self.space.shard_of, weights=c * c, minlength=self.space.shards)
-        lengths = np.bincount(self.space.shard_of, minlength=self.space.shards)
+        """s = ||c||_2 / sqrt(len), a shard or block each; 0 for one of nothing but padding."""
+        squares = np.bincount(self.space.scale_of, weights=c * c, minlength=self.space.scales)
+        lengths = np.bincount(self.space.scale_of, minlength=self.space.scales)
         return np.sqrt(squares / np.maximum(lengths, 1)).astype(np.float32).astype(np.float64)
 
     def _say(self, c: np.ndarray, scales: np.ndarray) -> np.ndarray:
-        return scales[..., self.space.shard_of] * sign(c)
+        return scales[..., self.space.scale_of] * sign(c)
 
 
 # Adam's moments ------------------------------------------------------------------------------------------------------

@@ -69,6 +69,7 @@ class OneBitAdamOracle:
         compressed: bool = True,
         warmup_steps: int | Literal["auto"],
         warmup_bits: int | None = None,
+        scale_block: int | None = None,
         betas: Betas = (0.9, 0.999),
         eps: float = 1e-8,
         variance_floor: float = 0.1,
@@ -77,7 +78,7 @@ class OneBitAdamOracle:
         self.variance_floor = variance_floor
         self.groups = list(groups)
         self.compressed, self.maximize = compressed, maximize
-        self.space = FlatSpace(self.groups, workers, slices, bucket_elements)
+        self.space = FlatSpace(self.groups, workers, slices, bucket_elements, scale_block)
         self.parameters = [AdamParameter(*place, place.group.betas or betas, eps) for place in self.space.places]
         self.mean = MeanGradient(self.space, warmup_bits)
         self.signs = ScaledSigns(self.space)

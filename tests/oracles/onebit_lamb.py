@@ -92,6 +92,7 @@ class OneBitLambOracle:
         compressed: bool = True,
         warmup_steps: int | Literal["auto"],
         warmup_bits: int | None = None,
+        scale_block: int | None = None,
         betas: Betas = (0.9, 0.999),
         eps: float = 1e-6,
         min_coeff: float = 0.01,
@@ -102,7 +103,7 @@ class OneBitLambOracle:
         self.variance_floor = variance_floor
         self.groups = list(groups)
         self.compressed, self.maximize = compressed, maximize
-        self.space = FlatSpace(self.groups, workers, slices, bucket_elements)
+        self.space = FlatSpace(self.groups, workers, slices, bucket_elements, scale_block)
         self.parameters = [
             OneBitLambParameter(*place, place.group.betas or betas, eps, min_coeff, max_coeff)
             for place in self.space.places

@@ -102,6 +102,7 @@ class ZeroOneAdamOracle:
         var_freeze_step: int,
         var_update_scaler: int = 16,
         warmup_bits: int | None = None,
+        scale_block: int | None = None,
         local_step_scaler: int,
         local_step_clipper: int = 16,
         betas: Betas = (0.9, 0.999),
@@ -115,7 +116,7 @@ class ZeroOneAdamOracle:
         self.var_freeze_step = var_freeze_step
         self.variance_steps = set(variance_steps(var_update_scaler, var_freeze_step))
         self.local_step_scaler, self.local_step_clipper = local_step_scaler, local_step_clipper
-        self.space = FlatSpace(self.groups, workers, slices, bucket_elements)
+        self.space = FlatSpace(self.groups, workers, slices, bucket_elements, scale_block)
         self.parameters = [
             ZeroOneParameter(*place, place.group.betas or betas, eps, workers) for place in self.space.places
         ]

@@ -229,22 +229,28 @@ def sign_encode_case(
     }
 
 
+BLOCKS = 5
+"""The blocks of the shard that is merged."""
+
+
 def sign_merge_case(
     count: int, *, workers: int, seed: int, state_dtype: torch.dtype, pieces: int = 1, shift: int = 0
 ) -> dict[str, Any]:
     """Packets that do not follow each other without a gap."""
     generator, first_word = random(seed), first_word_of(seed)
     runs, size = cut(count, pieces, first_word=first_word)
-    runs[:, 5] = 4
-    scales = torch.rand(workers, generator=generator) * 10.0 ** torch.randint(-9, 4, (workers,), generator=generator)
-    scales[seed % 9 :: 9] = 0.0
+    # Blocks of a shard, in any order, of which the last has no run.
+    runs[:, 5] = (torch.arange(runs.shape[0]) * 3 + seed) % BLOCKS
+    shape = (workers, BLOCKS + 1)
+    scales = torch.rand(shape, generator=generator) * 10.0 ** torch.randint(-9, 4, shape, generator=generator)
+    scales.view(-1)[seed % 9 :: 9] = 0.0
     return {
         "runs": runs,
         "rows": guarded(random_bytes(workers, 24 + size, generator=generator))[:, 24:],
         "y": guarded(in_flat(moderate(count, generator, state_dtype), first_word)[shift:]),
         "answer": guarded(random_bytes(size, generator=generator)),
         "scales": guarded(scales),
-        "last_scale": float(torch.rand(1, generator=generator)) / 3,
+        "last_scales": guarded(torch.rand(BLOCKS, generator=generator) / 3),
         "sums": empty_sums(runs.shape[0]),
         "shift": shift,
     }

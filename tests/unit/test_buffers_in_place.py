@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from itertools import chain
 
 import torch
@@ -45,23 +46,31 @@ def test_an_answer_takes_the_place_of_its_packet(numels: list[int], nodes: int, 
 
 
 @PATIENT
-@given(NUMELS, st.integers(2, 5), BUCKET_ELEMENTS)
-def test_all_buckets_are_received_in_shared_receive(numels: list[int], workers: int, bucket: int) -> None:
-    buffers, _ = dense_mail(numels, workers, bucket)
-    assert buffers.shared_receive
-    for frame in buffers.frames:
-        assert frame.received.untyped_storage().nbytes() == max(frame.sent.numel() for frame in buffers.frames)
+@given(NUMELS, st.integers(2, 5), BUCKET_ELEMENTS, st.integers(1, 4))
+def test_buckets_of_a_window_are_received_in_memory_of_their_own(
+    numels: list[int], workers: int, bucket: int, window: int
+) -> None:
+    payload = dataclasses.replace(Dense.payload, receive_window=lambda _: window)
+    buffers = PacketBuffers(Layout(numels, workers, bucket), payload, alone=False)
+    assert buffers.receive_window == window
+    frames = buffers.frames
+    largest = max((frame.sent.numel() for frame in frames), default=0)
+    assert buffers.memory[2].numel() <= window * largest
+    for i, frame in enumerate(frames):
         assert frame.received.shape == frame.sent.shape
-        assert frame.received.data_ptr() == buffers.frames[0].received.data_ptr()
+        for earlier in frames[max(0, i - window + 1) : i]:
+            earlier.received.fill_(1)
         frame.received.fill_(77)
-    assert not buffers.answers.any()  # the room is no part of them
+        assert all((earlier.received == 1).all() for earlier in frames[max(0, i - window + 1) : i])
+        if i >= window:
+            assert frame.received.data_ptr() == frames[i - window].received.data_ptr()
+    assert not buffers.answers.any()  # the received packets are no part of them
 
 
 @PATIENT
 @given(NUMELS, BUCKET_ELEMENTS)
 def test_a_worker_alone_needs_no_room(numels: list[int], bucket: int) -> None:
     buffers, _ = dense_mail(numels, 1, bucket)
-    assert not buffers.shared_receive
     for frame in buffers.frames:
         assert frame.received is frame.sent
         buffers.sent_memory[frame.sent_at] = 77

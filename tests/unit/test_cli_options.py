@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
+import thinwire
 from thinwire.cli.app import app
+from thinwire.kernels import native
 
 REQUIRED = {"selftest": ("--device", "cpu"), "testbed run": ("true",)}
 """What a command needs beside the option that is wrong."""
@@ -162,3 +165,20 @@ def test_names_of_files_are_printed_as_they_are(tmp_path: Path) -> None:
     code, output = invoke("study", "--report", "--output", str(folder))
     assert code == 0, output
     assert "[/] [red]" in output
+
+
+@pytest.mark.parametrize("kernels", ["native", "reference"])
+def test_the_version_names_the_kernels_and_torch(monkeypatch: pytest.MonkeyPatch, kernels: str) -> None:
+    monkeypatch.setenv("THINWIRE_KERNELS", kernels)
+    monkeypatch.delenv("THINWIRE_ISA", raising=False)
+    code, output = invoke("--version")
+    of_isa = f" ({native.isa()})" if kernels == "native" else ""
+    assert code == 0
+    assert output == f"thinwire {thinwire.__version__}, {kernels} kernels{of_isa}, torch {torch.__version__} "
+
+
+def test_the_version_says_which_setting_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("THINWIRE_KERNELS", "natvie")
+    code, output = invoke("--version")
+    assert code == 2
+    assert "THINWIRE_KERNELS='natvie': expected one of native, reference, triton" in output

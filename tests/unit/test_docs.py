@@ -70,7 +70,7 @@ def requests(browser: webdriver.Chrome) -> list[str]:
     """The addresses that pages have asked for since the last call."""
     events = (json.loads(entry["message"])["message"] for entry in browser.get_log("performance"))
     sent = [event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"]
-    return [url for url in sent if not url.startswith(("data:", "blob:", "chrome:"))]
+    return [url for url in sent if not url.startswith(("data:", "blob:", "chrome:", "chrome-untrusted:"))]
 
 
 def broken_images(browser: webdriver.Chrome) -> list[str]:

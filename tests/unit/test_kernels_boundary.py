@@ -70,8 +70,6 @@ def call(backend: str, operation: str, case: dict[str, Any]) -> Any:
             more = {"bad": torch.zeros(1, dtype=torch.int32)}
         elif operation in ops.STEPPING:
             more = {"gate": Gate(torch.ones(1, dtype=torch.int32))}
-        elif operation == "sign_merge":
-            more = {"last_scale": torch.tensor([case["last_scale"]])}
     return getattr(ops.BACKENDS[backend], operation)(**{**case, **more})
 
 
@@ -135,9 +133,14 @@ def test_memory_with_gaps_is_refused(backend: str, operation: str) -> None:
             assert_refused(backend, operation, name, spread, ValueError)
 
 
+def in_rows(tensor: Tensor) -> bool:
+    """Whether it has rows of packets, or of the scales of their blocks."""
+    return tensor.dim() == 2 and (tensor.dtype is torch.uint8 or tensor.dtype is torch.float32)
+
+
 def shortened(tensor: Tensor, length: int) -> Tensor:
     """So many elements of a tensor, or of each row where rows are apart, with nothing behind them."""
-    if tensor.dim() == 2 and tensor.dtype is torch.uint8:
+    if in_rows(tensor):
         return guarded(tensor[:, :length].contiguous())
     return guarded(tensor.flatten()[:length].clone())
 
@@ -145,7 +148,7 @@ def shortened(tensor: Tensor, length: int) -> Tensor:
 def shortest(operation: str, name: str) -> int:
     """The length below which an argument is refused."""
     tensor = SMALL_CASES[operation][name]
-    low, high = 0, tensor.shape[-1] if tensor.dim() == 2 and tensor.dtype is torch.uint8 else tensor.numel()
+    low, high = 0, tensor.shape[-1] if in_rows(tensor) else tensor.numel()
     while low < high:
         middle = (low + high) // 2
         case = {key: copy_of(argument) for key, argument in SMALL_CASES[operation].items()}

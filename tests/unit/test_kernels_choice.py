@@ -21,6 +21,7 @@ def no_wishes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The suite itself may run under these variables."""
     monkeypatch.delenv("THINWIRE_KERNELS", raising=False)
     monkeypatch.delenv("THINWIRE_ISA", raising=False)
+    monkeypatch.delenv("THINWIRE_REQUIRE_NATIVE", raising=False)
 
 
 @pytest.fixture
@@ -56,6 +57,18 @@ def test_another_build_that_is_not_there_is_no_reason_for_the_reference(
     monkeypatch.setattr(library, "_OTHER_BUILD", str(tmp_path / "_native.so"))
     with pytest.raises(OSError, match=r"_native\.so: cannot open"):
         library.load()
+
+
+def test_a_library_that_is_required_must_be_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(library, "PATH", tmp_path / "_native.so")
+    monkeypatch.setattr(library, "_OTHER_BUILD", None)
+    for off in ("", "0", "False", "off"):
+        monkeypatch.setenv("THINWIRE_REQUIRE_NATIVE", off)
+        assert library.load() is None
+    for on in ("1", "true"):
+        monkeypatch.setenv("THINWIRE_REQUIRE_NATIVE", on)
+        with pytest.raises(ImportError, match=rf"THINWIRE_REQUIRE_NATIVE={on}, but .* Install a C\+\+ compiler"):
+            library.load()
 
 
 def test_a_misspelt_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ KEPT = {
     "sent_scales",
     "answer_scales",
     "scales",
+    "last_scales",
     "previous_scales",
 }
 """Tensors that are not the longer for more elements. A shard without elements has a scale."""
@@ -70,8 +71,6 @@ def call(backend: str, operation: str, case: dict[str, Any]) -> Any:
         more = {"bad": bad}
     elif operation in ops.STEPPING:
         more = {"gate": Gate(torch.ones(1, dtype=torch.int32))}
-    if operation == "sign_merge":
-        case = case | {"last_scale": torch.tensor([case["last_scale"]])}
     result = getattr(ops.BACKENDS["triton"], operation)(**case, **more)
     return bool(bad) if operation in ops.FINDING else result
 

@@ -92,9 +92,10 @@ def test_an_owners_answer_and_what_it_keeps_make_its_input(
     with kernels_of(backend) as kernels:
         kernels.sign_merge(**case)
         whole = double(case["y"])[places.element]
-        scale = float(scales_of(case["runs"], case["sums"])[4])
-        sent = np.where(places.bits(case["answer"]), scale, -scale)
-        kernels.sign_merge(**(case | {"scales": torch.zeros(workers), "last_scale": scale}))
+        block_scales = scales_of(case["runs"], case["sums"])
+        scales = double(block_scales)[places.shard]
+        sent = np.where(places.bits(case["answer"]), scales, -scales)
+        kernels.sign_merge(**(case | {"scales": torch.zeros_like(case["scales"]), "last_scales": block_scales}))
     assert_split(whole, sent, double(case["y"])[places.element], state_dtype)
 
 
@@ -128,9 +129,16 @@ class Exchange:
             rule = {"beta": 0.5, "weight": 0.25, "scale": 4.0, "shift": 0}
             assert not kernels.sign_encode(self.runs, gradient, c, answer_words, self.rows[i], **table, **rule)
             self.sent[i] = whole_scale(self.runs, sums, 4)
-        last = self.scale
+        last = torch.tensor([self.scale])
         kernels.sign_merge(
-            self.runs, self.rows, self.owner, self.answer, scales=self.sent, last_scale=last, sums=sums, shift=0
+            self.runs,
+            self.rows,
+            self.owner,
+            self.answer,
+            scales=self.sent[:, None],
+            last_scales=last,
+            sums=sums,
+            shift=0,
         )
         self.scale = whole_scale(self.runs, sums, 1)
         momentum = half_of_it * self.places.signs(answer_words)

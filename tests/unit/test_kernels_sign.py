@@ -191,13 +191,12 @@ def test_sign_merge_is_the_formula(backend: str, state_dtype: torch.dtype, worke
     for row in range(workers):  # the kernel need not care for the padding of what it gets
         for _, _, count, byte, _, _ in places.runs:
             case["rows"][row, byte + count // 8 : byte + 8 * -(-count // WORD)] = 0
-    sent_words = [
-        np.where(places.bits(row), s, -s) for row, s in zip(case["rows"], double(case["scales"]), strict=True)
-    ]
+    scales = double(case["scales"]).reshape(workers, -1)[:, places.shard]
+    sent_words = [np.where(places.bits(row), s, -s) for row, s in zip(case["rows"], scales, strict=True)]
     with kernels_of(backend) as kernels:
         kernels.sign_merge(**case)
     new = double(case["y"])[at]
-    terms = [old, -sign_of(old) * case["last_scale"], *(row / workers for row in sent_words)]
+    terms = [old, -sign_of(old) * double(case["last_scales"])[places.shard], *(row / workers for row in sent_words)]
     assert_sum(new, *terms, stored=stored(state_dtype))
     np.testing.assert_array_equal(places.bits(case["answer"]), new >= 0)
     assert_sums(case["sums"], places.by_run(new**2))

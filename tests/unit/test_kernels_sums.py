@@ -115,7 +115,7 @@ def test_memories_have_the_order(backend: str, state_dtype: torch.dtype) -> None
     encode["answer_scales"][1:] = 0.3
     momentum["m"].copy_(start)
     merge["y"].copy_(start)
-    merge["scales"].copy_(torch.tensor([0.3, 0.7, 1e-3]))
+    merge["scales"].copy_(torch.tensor([[0.3], [0.7], [1e-3]]))
     with kernels_of(backend) as kernels:
         kernels.sign_encode(**encode)
         kernels.momentum_encode(**momentum)

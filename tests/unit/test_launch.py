@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,8 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.testbeds import eventually, is_gone
+from tests.testbeds import eventually, is_gone, skip_unless_available
 from thinwire.cli.launch import run_local_ranks
+from thinwire.testbed import Testbed
 from thinwire.testbed.supervisor import ChildError
 
 Report = Callable[[Any], None]
@@ -158,3 +160,21 @@ def test_an_argument_larger_than_a_pipe_arrives() -> None:
 
 def tell_size(report: Report, text: str) -> None:
     report(len(text))
+
+
+@pytest.mark.timeout(90)
+def test_ranks_on_the_hosts_of_a_testbed() -> None:
+    skip_unless_available()
+    places: list[tuple[list[str], str]] = []
+    with Testbed(2) as testbed:
+        run_local_ranks(tell_place, 2, (), places.append, testbed)
+        assert testbed.bytes_sent()[1] > 0
+        with pytest.raises(ValueError, match="ranks must be 2, one per host of the testbed, got 3"):
+            run_local_ranks(tell_place, 3, (), places.append, testbed)
+    assert places == [(["lo", "eth0"], "eth0")]
+
+
+def tell_place(report: Report) -> None:
+    dist.barrier()
+    interfaces = [name for _, name in socket.if_nameindex()]
+    report((sorted(interfaces, reverse=True), os.environ["GLOO_SOCKET_IFNAME"]))

@@ -47,9 +47,9 @@ def test_the_header_is_laid_out_as_the_protocol_says() -> None:
     row = bytes(sealed(dataclasses.replace(HEADER, flags=NONFINITE | ACTIVATION), b"payload").tolist())
     assert HEADER_BYTES == 32
     assert row[4:6] == b"TW"
-    assert struct.unpack_from("<HHHQIII", row, 6) == (2, 5, 2, 7, 3, 4096, 0xDEADBEEF)
+    assert struct.unpack_from("<HHHQIII", row, 6) == (3, 5, 2, 7, 3, 4096, 0xDEADBEEF)
     assert row[32:] == b"payload"
-    assert (NONFINITE, REFUSED, ACTIVATION) == (1, 2, 4)
+    assert (NONFINITE, REFUSED, ACTIVATION, header.DISAGREE) == (1, 2, 4, 16)
 
 
 def test_the_checksum_is_that_of_everything_behind_it() -> None:
@@ -101,8 +101,8 @@ def test_a_foreign_packet_is_named_by_its_magic() -> None:
 
 def test_another_version_is_refused_before_its_fields_are_read() -> None:
     """They may mean something else there: the version is what is reported, though the step differs as well."""
-    row = forged(dataclasses.replace(HEADER, step=99), 6, struct.pack("<H", 3))
-    with pytest.raises(CorruptPacket, match="version is 3, expected 2: all ranks must run the same version"):
+    row = forged(dataclasses.replace(HEADER, step=99), 6, struct.pack("<H", 4))
+    with pytest.raises(CorruptPacket, match="version is 4, expected 3: all ranks must run the same version"):
         HEADER.check(Packet(row), KERNELS)
 
 

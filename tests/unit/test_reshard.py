@@ -56,13 +56,13 @@ def fill(ranks: Sequence[WireOptimizer], step: int = 3) -> None:
 
 def run_of(ranks: Sequence[WireOptimizer]) -> SavedRun:
     first = ranks[0]
-    return SavedRun(first._topology.nodes, first._bucket_mb, lambda rank: ranks[rank].state_dict())
+    return SavedRun(first._topology.nodes, first._bucket_mb, lambda rank: ranks[rank]._state_of_this_rank())
 
 
 def together(ranks: Sequence[WireOptimizer], shapes: Shapes) -> SavedStates:
     bucket_mb = ranks[0]._bucket_mb
     assert bucket_mb is not None
-    return SavedStates([rank.state_dict() for rank in ranks], shapes, ranks[0]._topology.nodes, bucket_mb)
+    return SavedStates([rank._state_of_this_rank() for rank in ranks], shapes, ranks[0]._topology.nodes, bucket_mb)
 
 
 def parameters(shapes: Shapes) -> list[nn.Parameter]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,9 +31,9 @@ ROUNDING = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-8}
 class Rank:
     """A compressor and its packets; `node` is its worker, `own` its slice."""
 
-    def __init__(self, layout: Layout, node: int, own: int, kernels: Kernels, dtype: torch.dtype, keep_previous: bool):
+    def __init__(self, layout: Layout, node: int, own: int, kernels: Kernels, dtype: torch.dtype, **options: Any):
         self.layout, self.node, self.own = layout, node, own
-        self.compressor = ScaledSign(layout, node, kernels, dtype, keep_previous=keep_previous)
+        self.compressor = ScaledSign(layout, node, kernels, dtype, **options)
         self.buffers = PacketBuffers(layout, self.compressor.payload, alone=layout.workers == 1)
         self.compressor.bind(self.buffers)
 
@@ -61,11 +62,12 @@ class Network:
         dtype: torch.dtype = torch.float32,
         kernels: Kernels = REFERENCE,
         keep_previous: bool = False,
+        scale_block: int | None = None,
     ) -> None:
         layouts = [Layout(numels, nodes, bucket, slices=ranks, own_slice=own) for own in range(ranks)]
         self.layout = layouts[0]
         self.ranks = [
-            Rank(layouts[own], node, own, kernels, dtype, keep_previous)
+            Rank(layouts[own], node, own, kernels, dtype, keep_previous=keep_previous, scale_block=scale_block)
             for node in range(nodes)
             for own in range(ranks)
         ]
@@ -73,6 +75,10 @@ class Network:
         self.shard_of = np.concatenate(
             [np.repeat(range(b.shards), b.shard_words * WORD) + b.shard_number(0) for b in self.layout.buckets]
         )
+        longest = max(b.shard_elements for b in self.layout.buckets)
+        self.block = scale_block or longest
+        in_shard = np.concatenate([np.tile(np.arange(b.shard_elements), b.shards) for b in self.layout.buckets])
+        self.scale_of = self.shard_of * -(-longest // self.block) + in_shard // self.block
         self.live = np.zeros(self.layout.size, dtype=bool)
         for slot in self.layout.slots:
             self.live[slot.start : slot.start + slot.numel] = True
@@ -131,7 +137,8 @@ class Network:
 
     def _put(self, flat: Array, number: int, packet: torch.Tensor) -> None:
         here = np.flatnonzero(self.shard_of == number)
-        bits, scale = read(packet, here.size // WORD)
+        bits, scales = read(packet, here.size // WORD, self.block)
+        scale = scales[np.arange(here.size) // self.block]
         flat[here] = np.where(self.live[here], np.where(bits, scale, -scale), 0.0)
 
     def kept_by_workers(self) -> Array:
@@ -142,7 +149,7 @@ class Network:
             for b in rank.layout.buckets:
                 here = np.arange(b.own_start, b.own_start + b.slice_elements)
                 inside = c[here - b.state_shift]
-                flat[rank.node, here] = inside - scales[self.shard_of[here]] * sign_of(inside)
+                flat[rank.node, here] = inside - scales[self.scale_of[here]] * sign_of(inside)
         return flat * self.live
 
     def kept_by_owners(self) -> Array:
@@ -154,21 +161,22 @@ class Network:
             for b in rank.layout.buckets:
                 here = np.flatnonzero(self.shard_of == b.shard_number(owned.start))
                 inside = y[here - b.shift_of(owned)]
-                flat[here] = inside - scales[self.shard_of[here]] * sign_of(inside)
+                flat[here] = inside - scales[self.scale_of[here]] * sign_of(inside)
         return flat * self.live
 
 
-def read(packet: torch.Tensor, words: int) -> tuple[Array, float]:
-    """The signs of a packet and its scale, by the page."""
+def read(packet: torch.Tensor, words: int, block: int) -> tuple[Array, Array]:
+    """The signs of a packet and the scales of its blocks, by the page."""
     data = packet.numpy().tobytes()
     bits = np.unpackbits(
         np.frombuffer(data[HEADER_BYTES : HEADER_BYTES + 8 * words], dtype=np.uint8), bitorder="little"
     )
-    (scale,) = struct.unpack_from("<f", data, HEADER_BYTES + 8 * words)
-    return bits == 1, scale
+    scales = struct.unpack_from(f"<{-(-words * WORD // block)}f", data, HEADER_BYTES + 8 * words)
+    return bits == 1, np.array(scales)
 
 
 each_grid = pytest.mark.parametrize(("nodes", "ranks"), [(1, 1), (2, 1), (3, 1), (2, 2)])
+each_block = pytest.mark.parametrize("block", [None, 64, 128], ids=lambda block: f"blocks of {block}")
 
 
 # Law 4 ---------------------------------------------------------------------------------------------------------------
@@ -176,9 +184,10 @@ each_grid = pytest.mark.parametrize(("nodes", "ranks"), [(1, 1), (2, 1), (3, 1),
 
 @each_state
 @each_grid
-def test_sent_and_kept_make_the_input(nodes: int, ranks: int, state_dtype: torch.dtype) -> None:
+@each_block
+def test_sent_and_kept_make_the_input(nodes: int, ranks: int, state_dtype: torch.dtype, block: int | None) -> None:
     """At every step and both ends, and over all steps together."""
-    network = Network(nodes, ranks, dtype=state_dtype)
+    network = Network(nodes, ranks, dtype=state_dtype, scale_block=block)
     put_in, put_out, heard = 0.0, 0.0, 0.0
     for step in range(12):
         inputs = network.random_inputs((1, step))
@@ -241,18 +250,20 @@ def test_local_steps_are_kept_until_they_are_said() -> None:
 
 @each_state
 @each_grid
-def test_a_scale_is_the_root_mean_square_of_its_shard_without_padding(
-    nodes: int, ranks: int, state_dtype: torch.dtype
+@each_block
+def test_a_scale_is_the_root_mean_square_of_its_shard_or_block_without_padding(
+    nodes: int, ranks: int, state_dtype: torch.dtype, block: int | None
 ) -> None:
-    network = Network(nodes, ranks, dtype=state_dtype)
+    network = Network(nodes, ranks, dtype=state_dtype, scale_block=block)
     network.encode(network.random_inputs(3) * np.linspace(0.1, 10, network.layout.size))
     network.exchange()
     said = network.said()
     c = said + network.kept_by_workers()
     partly_padded = 0
-    for number in range(network.layout.shards):
-        here = (network.shard_of == number) & network.live
-        partly_padded += 0 < here.sum() < (network.shard_of == number).sum()
+    assert block is None or len(np.unique(network.scale_of)) > network.layout.shards or ranks > 1
+    for number in np.unique(network.scale_of):
+        here = (network.scale_of == number) & network.live
+        partly_padded += 0 < here.sum() < (network.scale_of == number).sum()
         for of_node, scaled_signs in zip(c[:, here], said[:, here], strict=True):
             root_mean_square = np.sqrt(np.mean(of_node**2)) if of_node.size else 0.0
             np.testing.assert_allclose(np.abs(scaled_signs), root_mean_square, rtol=1e-6)
@@ -387,9 +398,10 @@ def test_after_forget_it_is_as_if_nothing_had_been_said(nodes: int, ranks: int) 
 
 @each_state
 @each_grid
-def test_what_is_left_unsaid_can_fade(nodes: int, ranks: int, state_dtype: torch.dtype) -> None:
+@each_block
+def test_what_is_left_unsaid_can_fade(nodes: int, ranks: int, state_dtype: torch.dtype, block: int | None) -> None:
     """A factor for each parameter, at both ends. With 1 nothing is lost, although it takes other numbers to say so."""
-    network = Network(nodes, ranks, dtype=state_dtype)
+    network = Network(nodes, ranks, dtype=state_dtype, scale_block=block)
     factors = [1.0, 0.5, 0.9, 0.0, 0.25]
     of_element = np.zeros(network.layout.size)
     for slot, factor in zip(network.layout.slots, factors, strict=True):

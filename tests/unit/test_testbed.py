@@ -354,6 +354,44 @@ def test_a_process_that_moves_to_a_host_by_itself() -> None:
             enter_namespace("nowhere")
 
 
+COUNT = """
+import socket, sys
+from thinwire.testbed import LinkCounter, enter_namespace
+enter_namespace(sys.argv[1])
+counter = LinkCounter("eth0")
+before = counter.bytes_sent()
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
+    for _ in range(5):
+        sender.sendto(bytes(1000), (sys.argv[2], 9))
+input()
+print(before, counter.bytes_sent())
+counter.close()
+try:
+    LinkCounter("eth7")
+except OSError as error:
+    print(error)
+"""
+
+
+@pytest.mark.usefixtures("available")
+def test_a_process_counts_on_its_host_what_the_testbed_counts() -> None:
+    with Testbed(2) as testbed:
+        sender, receiver = testbed.hosts
+        with subprocess.Popen(
+            [sys.executable, "-c", COUNT, sender.namespace, receiver.address],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as counting:
+            # Ethernet, IP and UDP headers, and the question for the receiver's address.
+            assert eventually(lambda: testbed.bytes_sent()[0] >= 5 * 1042)
+            time.sleep(0.1)
+            output, _ = counting.communicate("\n", timeout=60)
+        counted, refusal = output.splitlines()
+        assert [int(number) for number in counted.split()] == [0, testbed.bytes_sent()[0]]
+        assert "No such device" in refusal or "no interface" in refusal
+
+
 @pytest.mark.usefixtures("available")
 def test_an_exception_in_the_block() -> None:
     def fail() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import functools
 import importlib.util
 from collections.abc import Iterator
@@ -153,7 +154,13 @@ def test_communication_hooks(model: DistributedDataParallel) -> None:
 
     own_hook.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
     model.register_comm_hook(None, own_hook)
-    assert _torch_compat.communication_hooks(model) == ["own_hook"]
+    assert _torch_compat.communication_hooks(model) == [("own_hook", None)]
+    copied = copy.deepcopy(model)  # lists the hook, but DDP does not call it
+    assert _torch_compat.communication_hooks(copied) == [("own_hook", None)]
+    copied(torch.ones(1, 3)).sum().backward()
+    _torch_compat.forget_communication_hooks(copied)
+    assert _torch_compat.communication_hooks(copied) == []
+    copied.register_comm_hook(None, own_hook)
 
 
 def test_disable_static_graph_all_reduce(group: dist.ProcessGroup) -> None:

@@ -63,8 +63,6 @@ def on_triton(operation: str, case: dict[str, Any], *, gate: Gate | None = None,
     arguments = dict(case)
     if scale_on_device:
         arguments["scale"] = torch.tensor([case["scale"]])
-    if operation == "sign_merge":
-        arguments["last_scale"] = torch.tensor([case["last_scale"]])
     if gate is not None:
         arguments["gate"] = gate
     if operation not in FINDING:

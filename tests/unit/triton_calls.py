@@ -134,7 +134,7 @@ def _merging() -> Iterator[Call]:
     """Those of owners, and those that measure."""
     for state in (FP32, BF16):
         merge = sign_merge_case(**AT, workers=4, state_dtype=state)
-        yield "sign_merge", merge | {"last_scale": torch.ones(1)}
+        yield "sign_merge", merge
     yield "activity_refresh", activity_refresh_case(300, 4, 0, 256, 7, 3, FP32)
     yield "mean", node.mean_case(4, 5000, seed=3, dtype=BF16)
     yield "markov_merge", markov_merge_case(**AT, workers=4)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from thinwire.averaging.rule import AveragingRule
-from thinwire.optimizers.inputs import mark_averaged
+from thinwire.optimizers.inputs import mark_averaged, unmark_averaged
 from thinwire.optimizers.optimizer import Unpack, WireOptimizer, WireOptions
 
 
@@ -26,8 +26,8 @@ class GradientAverager(WireOptimizer):
     Args:
         params: the parameters.
         rule: averages them.
-        process_group, topology, mesh, node_dtype, bucket_mb, max_consecutive_skips, check_replicas_every: see
-            `thinwire.Birder`.
+        process_group, topology, mesh, node_dtype, bucket_mb, max_consecutive_skips, check_replicas_every, clip_norm,
+            clip_value: see `thinwire.Birder`.
     """
 
     _rule: AveragingRule
@@ -48,6 +48,7 @@ class GradientAverager(WireOptimizer):
         """
         self._prepare()
         self._rule.use_loss_scale(loss_scale)
+        self._clipping.loss_scale = loss_scale
 
     @property
     def params(self) -> Sequence[Tensor]:
@@ -59,10 +60,18 @@ class GradientAverager(WireOptimizer):
         """Whether an exchange can begin without an agreement of all ranks."""
         return self._session.connected
 
-    @torch.no_grad()
-    def encode(self, p: Tensor, gradient: Tensor) -> None:
-        """Encode the gradient of a parameter, a vector in memory order, before `add` says where the mean goes."""
-        self._encode_once(self._position_of[p], gradient)
+    def encode(self, position: int, gradient: Tensor) -> None:
+        """Encode the gradient of a parameter, a vector in memory order that needs no gradient itself, before `add` says
+        where the mean goes. Called for every parameter during backward, so it does little else."""
+        session = self._session
+        if session.encoded[position] or self._clipping.clips:
+            self._encode_once(position, gradient)  # which raises, or clips
+            return
+        try:
+            session.encode(position, gradient, 1.0, self._encoder)
+        except BaseException as error:  # as `abort_on_error`
+            session.transport.abort(error)
+            raise
 
     @torch.no_grad()
     def add(self, p: Tensor, gradient: Tensor, *, present: bool = True) -> None:
@@ -75,9 +84,21 @@ class GradientAverager(WireOptimizer):
             present: whether this rank has a gradient for it. Otherwise it sends zeros, and keeps its residual.
         """
         position = self._position_of[p]
-        self._rule.gradients[position] = gradient
+        self.write_to(position, gradient)
         if not self._session.encoded[position]:
             self._encode_once(position, gradient if present else None)
+
+    def position_of(self, p: Tensor) -> int:
+        """The place of a parameter in the flat space."""
+        return self._position_of[p]
+
+    def is_encoded(self, position: int) -> bool:
+        """Whether the gradient of the parameter at this place is encoded."""
+        return self._session.encoded[position]
+
+    def write_to(self, position: int, gradient: Tensor) -> None:
+        """Let `finish` write the mean for a parameter here; see `add`."""
+        self._rule.gradients[position] = gradient
 
     def _encode_once(self, position: int, gradient: Tensor | None) -> None:
         with self.abort_on_error():
@@ -106,6 +127,11 @@ class GradientAverager(WireOptimizer):
         # The memory belongs to the caller, who may release it.
         self._rule.gradients = [None] * len(gradients)
         return [self._flat_params[position] for position in self._rule.present()]
+
+    def release(self) -> None:
+        """End the averaging for good: thinwire's optimizers may take the parameters over."""
+        unmark_averaged(self._flat_params)
+        self.close()
 
     def abort_on_error(self) -> AbstractContextManager[None]:
         """See `Transport.abort_on_error`."""

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket, ProcessGroup
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
-from thinwire._ddp import AVERAGING_HOOK, check_hooks, disable_join
-from thinwire._torch_compat import at_end_of_backward, post_accumulate_hooks, synchronizes_gradients
+from thinwire._ddp import ModelHook, check_hooks, give_back, take_over
+from thinwire._torch_compat import at_end_of_backward, post_accumulate_hook_count, synchronizes_gradients
 from thinwire.averaging.averager import GradientAverager, loss_scale
 from thinwire.transport.failures import on_all_ranks
 from thinwire.transport.layout import is_dense
@@ -52,57 +53,71 @@ def average_ddp(
 
     averager = on_all_ranks(Peers.of(model.process_group), build)
     averager._prepare(names)
-    DdpHook(averager, grad_scaler).register(model)
-    disable_join(model, "compress")
+    DdpHook(model, averager, grad_scaler)
     return averager
 
 
 class DdpHook:
-    """The communication hook of a model.
+    """Averages the gradients of a model. See `thinwire._ddp.Exchanger`.
+
+    The forward hook of the model holds the only strong reference.
 
     Args:
+        model: the model.
         averager: holds the trainable parameters of the model.
         grad_scaler: the GradScaler in use, if any.
     """
 
-    def __init__(self, averager: GradientAverager, grad_scaler: torch.amp.GradScaler | None) -> None:
+    caller = "compress"
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        averager: GradientAverager,
+        grad_scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        self._model = model
         self._averager = averager
         self._grad_scaler = grad_scaler
         self._synchronizes = False
         """Whether the next backward averages gradients."""
-        self._encodes_early = False
+        # With a static graph, autograd may accumulate into a gradient several times.
+        self._encodes_early = not model.static_graph
         """Whether gradients are complete when autograd has accumulated into them once."""
         self._under_way = False
         """Whether the exchange of this backward has begun."""
         self._failed = False
         """Whether it has failed."""
+        self._contents: dict[int, tuple[int, list[tuple[Tensor, int, Tensor]]]] = {}
+        """For each bucket of DDP, the address of its buffer and what it contains; see `_contents_of`."""
+        take_over(model, self)
+        self._hooks = [model.register_forward_pre_hook(ModelHook(self._before_forward))]
+        own: weakref.ref[DdpHook] = weakref.ref(self)
+        self._hooks += [_register_gradient_hook(p, position, own) for position, p in enumerate(averager.params)]
 
-    def register(self, model: DistributedDataParallel) -> None:
-        """Let DDP call this hook instead of its all-reduce."""
+    def detach(self) -> None:
+        """See `thinwire._ddp.Exchanger`."""
+        for hook in self._hooks:
+            hook.remove()
+        give_back(self._model)
+        self._averager.release()
 
-        def compressed_averaging(_: object, bucket: GradBucket) -> Future[Tensor]:
-            if bucket.index() == 0:
-                self._failed = False
-            if not self._failed:
-                try:
-                    self._exchange(bucket)
-                except BaseException as error:  # Ctrl-C too
-                    # DDP would turn it into a RuntimeError. Raised at the end of backward, it keeps its class.
-                    self._failed = True
-                    at_end_of_backward(functools.partial(_raise, error))
-            # DDP reads the buffer only after the hook of the last bucket.
-            buffer = bucket.buffer()
-            done: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
-            done.set_result(buffer)
-            return done
-
-        compressed_averaging.__name__ = AVERAGING_HOOK  # by which `attach` recognizes it
-        model.register_comm_hook(None, compressed_averaging)
-        # With a static graph, autograd may accumulate into a gradient several times.
-        self._encodes_early = not model.static_graph
-        model.register_forward_pre_hook(self._before_forward)
-        for p in self._averager.params:
-            _register_gradient_hook(p, weakref.ref(self))
+    def exchange(self, bucket: GradBucket) -> Future[Tensor]:
+        """See `thinwire._ddp.Exchanger`."""
+        if bucket.index() == 0:
+            self._failed = False
+        if not self._failed:
+            try:
+                self._exchange(bucket)
+            except BaseException as error:  # Ctrl-C too
+                # DDP would turn it into a RuntimeError. Raised at the end of backward, it keeps its class.
+                self._failed = True
+                at_end_of_backward(functools.partial(_raise, error))
+        # DDP reads the buffer only after the hook of the last bucket.
+        buffer = bucket.buffer()
+        done: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
+        done.set_result(buffer)
+        return done
 
     def _before_forward(self, model: nn.Module, _: object) -> None:
         # DDP decides in forward whether the next backward synchronizes; no_sync() must surround both.
@@ -110,17 +125,19 @@ class DdpHook:
             assert isinstance(model, DistributedDataParallel)
             self._synchronizes = synchronizes_gradients(model)
 
-    def on_accumulated(self, p: Tensor) -> None:
+    def on_accumulated(self, p: Tensor, position: int) -> None:
         """Encode a gradient that autograd has accumulated, if it is the one that DDP will give to the hook."""
-        if not self._encodes_early or not self._synchronizes or len(post_accumulate_hooks(p)) > 1:
+        if not self._encodes_early or not self._synchronizes or post_accumulate_hook_count(p) > 1:
             return  # a hook of the user may still change it
         if not self._under_way and not self._averager.connected:
             return  # all ranks agree in the communication hook, which they call in the same order
         grad = p.grad
-        if grad is None or grad.dtype != p.dtype or grad.stride() != p.stride() or not is_dense(p):
+        if grad is None or grad.dtype is not p.dtype or grad.stride() != p.stride() or not is_dense(p):
             return
         self._begin()
-        self._averager.encode(p, grad.detach().as_strided((grad.numel(),), (1,)))
+        grad = grad.detach()
+        vector = grad.view(-1) if grad.is_contiguous() else grad.as_strided((grad.numel(),), (1,))
+        self._averager.encode(position, vector)
 
     def _begin(self) -> None:
         if not self._under_way:
@@ -128,26 +145,46 @@ class DdpHook:
             self._under_way = True
 
     def _exchange(self, bucket: GradBucket) -> None:
-        averager, buffer = self._averager, bucket.buffer()
+        averager = self._averager
         self._begin()
-        for p, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            # A vector, whatever the strides of the parameter: gradients are packed in the buffer.
-            first = gradient.storage_offset() - buffer.storage_offset()
-            # DDP's buckets have zeros for a parameter that this backward did not use.
-            averager.add(p, buffer[first : first + gradient.numel()], present=p.grad is not None)
+        for p, position, gradient in self._contents_of(bucket):
+            if averager.is_encoded(position):
+                averager.write_to(position, gradient)
+            else:
+                # DDP's buckets have zeros for a parameter that this backward did not use.
+                averager.add(p, gradient, present=p.grad is not None)
         if bucket.is_last():
             self._under_way = False
             averager.finish()
 
+    def _contents_of(self, bucket: GradBucket) -> list[tuple[Tensor, int, Tensor]]:
+        """The parameters of a bucket, with their positions and their gradients in its buffer, as vectors."""
+        buffer, params = bucket.buffer(), bucket.parameters()
+        known = self._contents.get(bucket.index())
+        # DDP rebuilds its buckets after the first backward, and keeps them from then on.
+        if (
+            known is None
+            or known[0] != buffer.data_ptr()
+            or len(known[1]) != len(params)
+            or any(p is not entry[0] for p, entry in zip(params, known[1], strict=True))
+        ):
+            contents = []
+            for p, gradient in zip(params, bucket.gradients(), strict=True):
+                # A vector, whatever the strides of the parameter: gradients are packed in the buffer.
+                first = gradient.storage_offset() - buffer.storage_offset()
+                contents.append((p, self._averager.position_of(p), buffer[first : first + gradient.numel()]))
+            known = self._contents[bucket.index()] = (buffer.data_ptr(), contents)
+        return known[1]
 
-def _register_gradient_hook(p: Tensor, hook: weakref.ref[DdpHook]) -> None:
+
+def _register_gradient_hook(p: Tensor, position: int, hook: weakref.ref[DdpHook]) -> RemovableHandle:
     def on_accumulated(p: Tensor) -> None:
         alive = hook()
         if alive is not None:
-            alive.on_accumulated(p)
+            alive.on_accumulated(p, position)
 
     # A weak reference, because the garbage collector cannot traverse hooks of parameters.
-    p.register_post_accumulate_grad_hook(on_accumulated)
+    return p.register_post_accumulate_grad_hook(on_accumulated)
 
 
 def _raise(error: BaseException) -> NoReturn:

@@ -61,8 +61,21 @@ def average_replicas(
 
     averager = _on_mesh(replicas, shards, build)
     _on_mesh(replicas, shards, lambda: averager._prepare(names_of_own))
-    _FsdpAveraging(groups, averager, trainable, own, names, grad_scaler)
+    _averagings[model] = weakref.ref(_FsdpAveraging(groups, averager, trainable, own, names, grad_scaler))
     return averager
+
+
+def detach_replicas(model: nn.Module) -> bool:
+    """Let FSDP average the gradients of a model again. All ranks call this.
+
+    Returns:
+        Whether an averager did so before.
+    """
+    reference = _averagings.pop(model, None)
+    averaging = reference() if reference is not None else None
+    if averaging is not None:
+        averaging.detach()
+    return averaging is not None
 
 
 def _replicate_group(groups: Sequence[FsdpGroup]) -> ProcessGroup:
@@ -177,8 +190,17 @@ class _FsdpAveraging:
         replacement = LocalAllReduce(replaced, self._before_all_reduce)
         for group in groups:
             group.replicate_group = replacement
-        for index, p in enumerate(params):
-            _register_hook(p, weakref.ref(self), index)
+        self._hooks = [_register_hook(p, weakref.ref(self), index) for index, p in enumerate(params)]
+
+    def detach(self) -> None:
+        """Restore the groups, and remove the hooks."""
+        for group in self._groups:
+            replacement = group.replicate_group
+            assert isinstance(replacement, LocalAllReduce), "set when this was made"
+            group.replicate_group = replacement.replaced
+        for hook in self._hooks:
+            hook.remove()
+        self._averager.release()
 
     def _before_all_reduce(self) -> None:
         # No other errors may occur here: torch would replace them by its own, about a group that it does not know.
@@ -253,6 +275,10 @@ class _FsdpAveraging:
         for own in self._averager.finish():
             if own in absent:
                 p, p.grad = absent[own]
+
+
+_averagings: weakref.WeakKeyDictionary[nn.Module, weakref.ref[_FsdpAveraging]] = weakref.WeakKeyDictionary()
+"""The averaging of each model. The groups of a model hold the only strong reference."""
 
 
 def _register_hook(p: nn.Parameter, averaging: weakref.ref[_FsdpAveraging], index: int) -> RemovableHandle:

@@ -28,12 +28,18 @@ class Compression:
     def state_dict(self) -> dict[str, Any]:
         """The residuals of this rank, in the form of an optimizer's state dict.
 
-        Each rank has its own, and must save and load its own: see `thinwire.checkpoint`.
+        Each rank has its own, so every rank must save, unless `consolidate_state_dict` was called. With several ranks,
+        an entry under which each rank has its own values is a dict: `{"rank1": tensor}`. torch.distributed.checkpoint
+        therefore saves the tensors of all ranks if this object is among the states that you save.
 
         Raises:
             RuntimeError: during backward.
         """
         return self._averager.state_dict()
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Gather the residuals of all ranks on rank `to`, as `thinwire.Birder.consolidate_state_dict` does."""
+        self._averager.consolidate_state_dict(to)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue with residuals that `state_dict()` returned on the same rank of a run with as many ranks. Call it on

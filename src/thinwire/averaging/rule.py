@@ -40,6 +40,7 @@ class AveragingRule(UpdateRule):
     """
 
     moves_parameters = False
+    buckets = 8  # packets are larger than those of signs, so a slow link should start earlier
 
     def __init__(self, name: str, residual_decay: float = 1.0) -> None:
         if isinstance(residual_decay, bool) or not 0 <= residual_decay <= 1:

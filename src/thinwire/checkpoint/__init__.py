@@ -21,7 +21,8 @@ All ranks of the optimizer's process group call `save` and `load`. A run that re
 saved continues, to the bit, as if it had not stopped. The checkpoint contains the model, each rank's optimizer state
 and residuals, the random states of torch (CPU, and the CUDA devices of the model) and of Python's `random`, and your
 own data in `extra`, such as the states of a scheduler, a sampler, a GradScaler, or NumPy's random state as numbers.
-Wrap the model in DDP before you call `load`, because DDP copies the model of rank 0 to all ranks.
+Wrap the model in DDP before you call `load`, because DDP copies the model of rank 0 to all ranks. Model and optimizer
+may be wrapped by Accelerate, Lightning, Fabric or torch.compile.
 
 Workers under `torchrun --max-restarts` need nothing else, see `examples/resume.py`. Set
 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun. Otherwise its store keeps the addresses of dead workers, and new
@@ -37,8 +38,8 @@ Files::
         rank-00000.pt …        one per rank: optimizer state, residuals, buffers, random states, `extra`
       .lock                    locked by the run that writes to the directory; names the process
 
-Between two synchronizations of 0/1 Adam replicas differ. The rank files then contain each rank's model as well, and
-model.pt is the model of one rank. Call `opt.synchronize()` before you save a model that others will use.
+Between two synchronizations of 0/1 Adam replicas differ. `save` then calls `opt.synchronize()` first, so model.pt is
+the model of all ranks.
 
 The directory may be on a file system that all machines share, or on a local disk of each machine, which then has the
 files of its own ranks.
@@ -60,18 +61,26 @@ leaves earlier checkpoints intact; the next `save` removes incomplete ones. If m
 a forged checkpoint cannot run code, even with correct digests. Digests detect damage. They are not signatures and do
 not prove who wrote a file.
 
-torch.distributed.checkpoint is not used for three reasons. It unpickles its `.metadata` file, which can run code. It
-needs a file system that all ranks share. It stores one tensor per name, but optimizer states have the same names on all
-ranks.
+torch.distributed.checkpoint is not used here for two reasons. It unpickles its `.metadata` file, which can run code. It
+needs a file system that all ranks share.
 
-You can also call `state_dict()` of a thinwire optimizer, or of a compression, yourself. Each rank has its own state, so
-every rank must save and load its own: in a file with its rank in the name, or in torch.distributed.checkpoint under a
-key with its rank in it. If only the state of rank 0 is saved, as by most trainers and by torch.distributed.checkpoint
-without such keys, all ranks load that one. Birder, Lamb and SketchedAMSGrad then give a RuntimeWarning. Replicas stay
-equal, but the states of the other ranks are lost: the averages of their own gradients, which recover within about
-1/(1-β) steps, and their residuals, in whose place the residual of rank 0 is applied once per rank. Never do this with
-the other optimizers, or with a compression: they keep state for the shards that a rank owns, and rank 0 has only its
-own.
+You can also save in another way. Each rank has its own state, so the states of all ranks must be saved. All of these
+resume exactly on the same number of ranks:
+
+* **torch.distributed.checkpoint**: `get_state_dict` and `set_state_dict` with the usual keys. Tensors of a rank have
+  the rank in their keys. The object that `thinwire.compress` returned can be put among the states, as a `Stateful`.
+* **One file that rank 0 writes**: call `opt.consolidate_state_dict()` on all ranks, then `opt.state_dict()` on rank 0.
+  Every rank loads this file with `opt.load_state_dict`. Lightning does both. With Accelerate, add one line:
+  `accelerator.register_save_state_pre_hook(lambda *_: opt.consolidate_state_dict())`. On another number of ranks, load
+  it with `thinwire.checkpoint.load_state_dict`.
+* **One file per rank**, with the `state_dict()` of that rank.
+
+If rank 0 saves without consolidation, it gets a RuntimeWarning: at once in code that is known to save one rank only
+(Accelerate, Trainer), otherwise when ranks compare their replicas (`check_replicas_every`). Other ranks that load such
+a state raise ValueError, because each rank keeps state for the shards that it owns. Birder, DistributedLion and
+SketchedAMSGrad keep none, and give a RuntimeWarning instead. Replicas then stay equal, but the states of the other
+ranks are lost: the averages of their own gradients, which recover within about 1/(1-β) steps, and their residuals, in
+whose place the residual of rank 0 is applied once per rank.
 """
 
 from __future__ import annotations
@@ -84,11 +93,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from thinwire.averaging.handle import Compression
-from thinwire.checkpoint._load import Checkpoint, LoadOperation, OnMismatch
+from thinwire.checkpoint._consolidated import load_consolidated
+from thinwire.checkpoint._load import Checkpoint, LoadOperation
+from thinwire.checkpoint._mismatch import OnMismatch
 from thinwire.checkpoint._optimizers import Optimizers
 from thinwire.checkpoint._save import SaveOperation
 
-__all__ = ["Checkpoint", "load", "save"]
+__all__ = ["Checkpoint", "load", "load_state_dict", "save"]
 
 
 def save(
@@ -135,9 +146,10 @@ def load(
     on_mismatch: OnMismatch = "error",
     fallback: bool = False,
     compression: Compression | None = None,
+    step: int | None = None,
 ) -> Checkpoint | None:
-    """Load the newest checkpoint that all ranks have. All ranks call it, before or after `thinwire.attach`, or after
-    `thinwire.compress`.
+    """Load the newest checkpoint that all ranks have, or the one of a given step. All ranks call it, before or after
+    `thinwire.attach`, or after `thinwire.compress`.
 
     All ranks load it or none does. They read all files and check them against the model and the optimizer before they
     change anything. If loading fails nevertheless, for example in a hook of a module, all ranks restore what they had:
@@ -155,16 +167,41 @@ def load(
             `compression` both are about residuals. The state of `optimizer` is the same on all ranks and continues.
         fallback: whether to load an older checkpoint, with a RuntimeWarning, if one is damaged.
         compression: what `thinwire.compress` returned for this model; None with a thinwire optimizer.
+        step: load the newest checkpoint that was saved with this `step`; None for the newest of all. `save` keeps the
+            last three checkpoints unless `keep` says otherwise.
 
     Returns:
-        What was loaded, or None if there is no checkpoint.
+        What was loaded, or None if there is no checkpoint and `step` is None.
 
     Raises:
         CorruptCheckpoint: on every rank, if a file that any rank needs is damaged, or if ranks have checkpoints, but
             none in common.
         TypeError: as in `save`.
         ValueError: on every rank, if the checkpoint is of another class, with or without compression, or of other
-            ranks with `on_mismatch="error"`, or does not fit.
-        RuntimeError: on every rank, if the model has other entries, shapes or dtypes.
+            ranks with `on_mismatch="error"`, or does not fit; also if there is no checkpoint of the given step.
+        RuntimeError: on every rank, if the model has other entries, shapes or dtypes, or if ranks give different steps.
     """
-    return LoadOperation(path, model, Optimizers(optimizer, compression), on_mismatch, fallback).run()
+    return LoadOperation(path, model, Optimizers(optimizer, compression), on_mismatch, fallback, step).run()
+
+
+def load_state_dict(
+    optimizer: Optimizer | Compression, state_dict: dict[str, Any], *, on_mismatch: OnMismatch = "error"
+) -> bool:
+    """Load a state dict that has the states of all ranks, on any number of ranks. All ranks call it.
+
+    `optimizer.load_state_dict` does the same for the ranks that saved. Use this function if a trainer saved the state
+    dict, after `consolidate_state_dict()`, and you resume with other ranks. Load the model first.
+
+    Args:
+        optimizer: a thinwire optimizer, also one that a framework has wrapped, or what `thinwire.compress` returned.
+        state_dict: the same on all ranks.
+        on_mismatch: as in `load`.
+
+    Returns:
+        Whether every rank has exactly the state that it saved.
+
+    Raises:
+        TypeError: on this rank alone, if the optimizer is not thinwire's; on every rank, if `state_dict` is not a dict.
+        ValueError: on every rank, if the state dict does not fit, or lacks ranks.
+    """
+    return load_consolidated(optimizer, state_dict, on_mismatch)

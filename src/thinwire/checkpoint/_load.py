@@ -12,26 +12,30 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, TypeVar
 
 from torch import nn
 
+from thinwire._callers import warn_user
+from thinwire._checks import INT64_MAX, is_integer
+from thinwire._unwrap import unwrapped_model
 from thinwire.checkpoint._directory import CheckpointDirectory, CheckpointName
 from thinwire.checkpoint._files import damaged, read_bytes, read_tensors
 from thinwire.checkpoint._manifest import MANIFEST, MODEL, Manifest, decode, rank_file
-from thinwire.checkpoint._model import check_model, check_model_state, checked_model, unwrapped
+from thinwire.checkpoint._mismatch import OnMismatch, check_policy, differences_from
+from thinwire.checkpoint._model import check_model, check_model_state, checked_model
 from thinwire.checkpoint._optimizers import Optimizers
 from thinwire.checkpoint._random_states import check_random_states, restore_random_states
 from thinwire.checkpoint._rank_contents import checked_rank
 from thinwire.checkpoint._snapshot import Snapshot
 from thinwire.errors import CorruptCheckpoint, PeerLost, name_ranks
 from thinwire.optimizers import reshard
+from thinwire.optimizers.agreement import require_same
 from thinwire.optimizers.reshard import Policy, SavedRun
 from thinwire.transport.failures import on_all_ranks
 
 T = TypeVar("T")
 
-OnMismatch = Literal["error", "average", "reset"]
 Contents = dict[str, Any]
 
 _MOST_LISTED = 8
@@ -61,6 +65,7 @@ class LoadOperation:
         optimizers: the optimizer, and the compression of its gradients, if any.
         on_mismatch: what to do with the state of another number or order of ranks.
         fallback: whether to load an older checkpoint if one is damaged.
+        step: the step of the checkpoint to load; None for the newest.
     """
 
     def __init__(
@@ -70,24 +75,30 @@ class LoadOperation:
         optimizers: Optimizers,
         on_mismatch: OnMismatch,
         fallback: bool,
+        step: int | None,
     ) -> None:
         self._path, self._model, self._optimizers = path, model, optimizers
         self._on_mismatch: OnMismatch = on_mismatch
         self._fallback = fallback
+        self._step = step
         self._peers = optimizers.peers
 
     def run(self) -> Checkpoint | None:
-        """Load the newest checkpoint that all ranks have; None if no rank has any.
+        """Load the newest checkpoint that all ranks have, or the newest of the given step; None if no rank has any.
 
         Raises:
             Exception: on every rank, if any rank cannot load it.
         """
-        seen: list[list[CheckpointName]] = self._peers.gather(on_all_ranks(self._peers, self._find))
-        if not any(seen):
+        found = self._peers.gather((on_all_ranks(self._peers, self._find), self._step))
+        require_same("the step to load", [repr(step) for _, step in found])
+        seen: list[list[CheckpointName]] = [names for names, _ in found]
+        if not any(seen) and self._step is None:
             return None
         names = sorted(set.intersection(*map(set, seen)))
-        if not names:
+        if not names and any(seen):
             raise CorruptCheckpoint(_nothing_in_common(seen))
+        if self._step is not None:
+            names = self._of_step(names, self._step)
         while True:
             name = names.pop()
             try:
@@ -97,17 +108,24 @@ class LoadOperation:
                     raise
                 if not names:
                     raise CorruptCheckpoint(f"{damage}. There is no older checkpoint to fall back to") from damage
-                warnings.warn(
+                warn_user(
                     f"{damage}. Because of fallback=True the checkpoint before it, {names[-1]}, is tried. Steps "
-                    "after it are lost",
-                    RuntimeWarning,
-                    stacklevel=3,
+                    "after it are lost"
                 )
+
+    def _of_step(self, names: list[CheckpointName], step: int) -> list[CheckpointName]:
+        """The checkpoints of a step. A run that went back to an earlier step may have saved it twice."""
+        chosen = [name for name in names if name.step == step]
+        if not chosen:
+            steps = ", ".join(map(str, sorted({name.step for name in names}))) or "none"
+            raise ValueError(f"step={step}: {self._directory.path} has no checkpoint of this step; it has {steps}")
+        return chosen
 
     def _find(self) -> list[CheckpointName]:
         check_model(self._model)
-        if self._on_mismatch not in get_args(OnMismatch):
-            raise ValueError(f"on_mismatch={self._on_mismatch!r}: expected 'error', 'average' or 'reset'")
+        check_policy(self._on_mismatch)
+        if self._step is not None and not is_integer(self._step, 0, INT64_MAX):
+            raise ValueError(f"step={self._step!r}: expected the step of a checkpoint, or None for the newest")
         self._optimizers.check()
         if any(self._optimizers.wire._session.encoded):
             raise RuntimeError(
@@ -115,14 +133,14 @@ class LoadOperation:
                 "already. Load before backward, or after step()"
             )
         self._directory = CheckpointDirectory(Path(self._path))
-        self._module = unwrapped(self._model)
+        self._module = unwrapped_model(self._model)
         return self._directory.names()
 
     def _load(self, name: CheckpointName) -> Checkpoint:
         directory = self._directory.final(name)
         manifest = self._agreed_manifest(directory, name)
         on_all_ranks(self._peers, lambda: self._check_class(manifest, name))
-        differences = self._differences(manifest)
+        differences = differences_from(self._optimizers.wire, manifest.nodes, manifest.bucket_mb)
         if not differences:
             extra = self._restore(directory, manifest)
         elif self._on_mismatch == "error":
@@ -152,19 +170,6 @@ class LoadOperation:
         own = self._optimizers.name
         if manifest.optimizer != own:
             raise ValueError(f"{name} is a checkpoint of {manifest.optimizer}, this optimizer is {own}")
-
-    def _differences(self, manifest: Manifest) -> list[str]:
-        """The differences between the saved run and this one that prevent an exact resume, for the error message."""
-        wire, differences = self._optimizers.wire, []
-        if manifest.world_size != self._peers.size:
-            differences.append(f"{manifest.world_size} ranks (now {self._peers.size})")
-        elif manifest.nodes != wire._topology.nodes:
-            differences.append(f"nodes {_in_brackets(manifest.nodes)} (now {_in_brackets(wire._topology.nodes)})")
-        # For the same class and nodes, either both states depend on the buckets or neither does.
-        cut = wire.param_groups[0]["wire_buckets"] != "any"
-        if cut and manifest.bucket_mb != wire._bucket_mb:
-            differences.append(f"bucket_mb={manifest.bucket_mb} (now {wire._bucket_mb})")
-        return differences
 
     # Restore it ------------------------------------------------------------------------------------------------------
 
@@ -294,8 +299,3 @@ def _nothing_in_common(seen: list[list[CheckpointName]]) -> str:
         f"no checkpoint is visible to all ranks; the newest are: {listed}. Check `path` on every machine, and whether "
         "one has lost its files. To start from the beginning, remove all checkpoints"
     )
-
-
-def _in_brackets(nodes: tuple[tuple[int, ...], ...]) -> str:
-    """Nodes in a short form: [0 1] [2 3]."""
-    return " ".join(f"[{' '.join(map(str, node))}]" for node in nodes)

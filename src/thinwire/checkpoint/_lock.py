@@ -17,10 +17,11 @@ import fcntl
 import os
 import socket
 import threading
-import warnings
 import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from thinwire._callers import warn_user
 
 LOCK = ".lock"
 _UNSUPPORTED = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL}
@@ -149,12 +150,10 @@ class DirectoryLock:
         if file in _warned:
             return
         _warned.add(file)
-        warnings.warn(
+        warn_user(
             f"path={str(self._path.parent)!r} is on a file system without locks ({error.strerror}): a second run that "
             "saves to the same directory is not detected, and removes what this run is writing. Give every run a "
-            "directory of its own",
-            RuntimeWarning,
-            stacklevel=7,
+            "directory of its own"
         )
 
 

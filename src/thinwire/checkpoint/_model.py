@@ -7,22 +7,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from thinwire._torch_compat import loads_state_by_default, uncompiled
+from thinwire._torch_compat import loads_state_by_default
 from thinwire.checkpoint._files import damaged
 
 _MOST_LISTED = 8
 """How many differences an error lists; it counts the others."""
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The module inside any DistributedDataParallel and torch.compile."""
-    while True:
-        inner = model.module if isinstance(model, DistributedDataParallel) else uncompiled(model)
-        if inner is model:
-            return model
-        model = inner
 
 
 def check_model(model: object) -> None:
@@ -49,9 +39,9 @@ def _is_sharded(p: torch.Tensor) -> bool:
     return isinstance(p, DTensor)
 
 
-def private_state(module: nn.Module, *, synchronized: bool) -> dict[str, Any]:
-    """The entries of the state dict that may differ between ranks: buffers, and parameters unless `synchronized`."""
-    shared = {name for name, _ in module.named_parameters(remove_duplicate=False)} if synchronized else set()
+def private_state(module: nn.Module) -> dict[str, Any]:
+    """The entries of the state dict that may differ between ranks that are synchronized: buffers."""
+    shared = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     return {name: value for name, value in module.state_dict().items() if name not in shared}
 
 

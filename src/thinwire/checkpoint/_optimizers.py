@@ -6,6 +6,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from thinwire._unwrap import unwrapped_optimizer
 from thinwire.averaging.handle import Compression
 from thinwire.optimizers import state_dict as state_dicts
 from thinwire.optimizers.inputs import make_plain
@@ -22,7 +23,7 @@ class Optimizers:
     """What a checkpoint holds besides the model, and what connects the ranks.
 
     Args:
-        optimizer: a thinwire optimizer; with a compression, any other optimizer.
+        optimizer: a thinwire optimizer; with a compression, any other optimizer. A framework may have wrapped it.
         compression: what `thinwire.compress` returned; None for a thinwire optimizer.
 
     Raises:
@@ -30,6 +31,7 @@ class Optimizers:
     """
 
     def __init__(self, optimizer: object, compression: object) -> None:
+        optimizer = unwrapped_optimizer(optimizer)
         # Raised on this rank alone: the arguments are what connects it to the others.
         if compression is None and not isinstance(optimizer, WireOptimizer):
             raise TypeError(
@@ -78,13 +80,21 @@ class Optimizers:
 
     # Saving and loading ----------------------------------------------------------------------------------------------
 
+    def check_saveable(self) -> None:
+        """Check that no exchange is under way.
+
+        Raises:
+            RuntimeError: if one is.
+        """
+        state_dicts.check_saveable(self.wire)
+
     def contents(self) -> dict[str, Any]:
         """Their parts of this rank's file.
 
         Raises:
             RuntimeError: while an exchange is under way.
         """
-        own = self.wire.state_dict()
+        own = self.wire._state_of_this_rank()
         if self.plain is None:
             return {OPTIMIZER: own}
         saved = self.plain.state_dict()

@@ -26,7 +26,7 @@ def rank_contents(module: nn.Module, optimizers: Optimizers, extra: dict[str, An
     """
     return {
         **optimizers.contents(),
-        "model": private_state(module, synchronized=optimizers.wire.is_synchronized),
+        "model": private_state(module),
         "random": random_states(module),
         "extra": extra,
     }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import shutil
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,16 +12,19 @@ from typing import Any
 
 from torch import nn
 
+from thinwire._callers import warn_user
 from thinwire._checks import INT64_MAX, is_integer
+from thinwire._unwrap import unwrapped_model
 from thinwire._version import __version__
 from thinwire.checkpoint._directory import CheckpointDirectory, CheckpointName, random_token
 from thinwire.checkpoint._files import make_directories, sync_directory, write_bytes, write_tensors
 from thinwire.checkpoint._lock import DirectoryLock, release
 from thinwire.checkpoint._manifest import MANIFEST, MODEL, Entry, Manifest, rank_file
-from thinwire.checkpoint._model import check_model, unwrapped
+from thinwire.checkpoint._model import check_model
 from thinwire.checkpoint._optimizers import Optimizers
 from thinwire.checkpoint._rank_contents import rank_contents
 from thinwire.errors import name_ranks
+from thinwire.optimizers.agreement import require_same
 from thinwire.transport.failures import on_all_ranks
 
 
@@ -32,6 +34,7 @@ class _Proposal:
 
     step: int
     optimizer: str
+    synchronized: bool
     token: str
 
 
@@ -67,6 +70,9 @@ class SaveOperation:
         """
         peers = self._optimizers.peers
         self._agree(peers.gather(on_all_ranks(peers, self._propose)))
+        if peers.size > 1:
+            self._optimizers.wire.synchronize()
+        on_all_ranks(peers, self._collect)
         self._lock()
         try:
             entries = peers.gather(on_all_ranks(peers, self._write_own))
@@ -84,16 +90,21 @@ class SaveOperation:
         _check(self._step, self._extra, self._keep)
         self._optimizers.check()
         self._directory = CheckpointDirectory(Path(self._path))
-        self._module = unwrapped(self._model)
-        self._contents = rank_contents(self._module, self._optimizers, self._extra or {})
-        make_directories(self._directory.path)
-        return _Proposal(self._step, self._optimizers.name, random_token())
+        self._module = unwrapped_model(self._model)
+        self._optimizers.check_saveable()
+        return _Proposal(self._step, self._optimizers.name, self._optimizers.wire.is_synchronized, random_token())
 
     def _agree(self, proposals: list[_Proposal]) -> None:
         _require_same("step", [proposal.step for proposal in proposals])
         _require_same("optimizer", [proposal.optimizer for proposal in proposals])
+        synchronized = [repr(proposal.synchronized) for proposal in proposals]
+        require_same("whether local steps were taken since they were synchronized", synchronized)
         self._token = proposals[0].token
         self._temporary = self._directory.temporary(self._token)
+
+    def _collect(self) -> None:
+        self._contents = rank_contents(self._module, self._optimizers, self._extra or {})
+        make_directories(self._directory.path)
 
     def _lock(self) -> None:
         """Lock the directory against other runs, and choose the name of the checkpoint."""
@@ -157,11 +168,9 @@ class SaveOperation:
             self._directory.sweep()
         except OSError as error:
             # A file may be in use or belong to another user. The new checkpoint is safe, so the run continues.
-            warnings.warn(
+            warn_user(
                 f"{self._directory.final(self._name)} is saved, but an old checkpoint could not be removed: {error}. "
-                "The next save tries again",
-                RuntimeWarning,
-                stacklevel=4,
+                "The next save tries again"
             )
 
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import signal
 import sys
+from typing import Annotated
 
 try:
+    import torch
     import typer
 
+    from thinwire._version import __version__
     from thinwire.cli import bench, demo, soak, testbed
     from thinwire.cli.chaos import command as chaos
     from thinwire.cli.selftest import command as selftest
     from thinwire.cli.study import command as study
+    from thinwire.kernels import native, ops
 except ModuleNotFoundError as error:
     # torch is all the library needs; the command line asks for more, and says which extra brings it.
     if error.name not in {"typer", "rich"}:
@@ -22,12 +26,35 @@ except KeyboardInterrupt:
 
 app = typer.Typer(
     name="thinwire",
-    help="Train over thin wires: 1-bit optimizers in the place of AdamW.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(wanted: bool) -> None:
+    """What a bug report needs: the version, the kernels of this machine, and torch's version."""
+    if not wanted:
+        return
+    try:
+        kernels = ops.backend(torch.device("cpu")).name
+    except (RuntimeError, ValueError) as error:  # what THINWIRE_KERNELS or THINWIRE_ISA asks for does not exist
+        raise typer.BadParameter(str(error)) from None
+    of_isa = f" ({native.isa()})" if kernels == "native" else ""
+    typer.echo(f"thinwire {__version__}, {kernels} kernels{of_isa}, torch {torch.__version__}")
+    raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print version, kernels and torch."),
+    ] = False,
+) -> None:
+    """Train over thin wires: 1-bit optimizers in the place of AdamW."""
+
 
 app.command(name="demo")(demo.demo)
 app.add_typer(bench.app, name="bench")

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from thinwire.averaging.averager import GradientAverager
 from thinwire.averaging.catalogue import SCHEMES, rule_of
-from thinwire.cli.registry import ADAMW, OPTIMIZERS, WEIGHT_DECAY, Betas, Command, Entry, Prepared, offered
+from thinwire.cli.registry import ADAMW, OPTIMIZERS, WEIGHT_DECAY, Betas, Command, Entry, Prepared, adamw, offered
 from thinwire.cli.stages import ALIKE
 
 COMMANDS: frozenset[Command] = frozenset({"demo", "bench exchange", "bench step"})
@@ -94,12 +94,13 @@ class Averaging:
         steps: int,
         seed: int | None,
         *,
-        lr: float = ADAMW["lr"],
+        lr: float | None = None,
         betas: Betas = ADAMW["betas"],
         weight_decay: float = WEIGHT_DECAY,
     ) -> dict[str, Any]:
-        """Arguments of AdamW, which are its own: they depend neither on the compressor nor on steps and seed."""
-        return {**ADAMW, "lr": lr, "betas": betas, "weight_decay": weight_decay}
+        """Arguments of AdamW, which are its own: they depend neither on the compressor nor on the seed."""
+        settings = {**adamw(steps), "betas": betas, "weight_decay": weight_decay}
+        return settings if lr is None else {**settings, "lr": lr}
 
     def measured(self) -> dict[str, Any]:
         """Arguments of AdamW for benchmarks: those of the baseline."""

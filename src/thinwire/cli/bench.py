@@ -30,10 +30,10 @@ from thinwire.cli.options import (
     optimizer_name,
     output_file,
 )
-from thinwire.cli.report import byte_count
 from thinwire.cli.step import command as step_command
 from thinwire.cli.step.methods import LARGEST_BUCKET_MB, SMALLEST_BUCKET_MB
 from thinwire.cli.step.models import MODELS
+from thinwire.cli.units import byte_count
 from thinwire.kernels import native
 from thinwire.testbed.supervisor import ChildError
 

@@ -89,6 +89,7 @@ class RepeatDone:
 def measure(report: Report, config: ExchangeConfig) -> list[ExchangeResult]:
     """Run on every rank; rank 0 reports `RepeatDone`s."""
     ours = nn.Parameter(torch.ones(config.elements))  # ones, not zeros, whose pages would not exist yet
+    torch.manual_seed(dist.get_rank())  # as in training: optimizers warn of ranks with equal gradients
     ours.grad = torch.randn(config.elements)
     return [_memory(ours, config), _update(report, ours, config), _training_step(report, config)]
 
@@ -97,7 +98,7 @@ def _memory(ours: nn.Parameter, config: ExchangeConfig) -> ExchangeResult:
     """The most that the optimizer of one big parameter takes, over steps of every kind."""
     # The first optimizer of a process imports half of torch, and the first exchange opens connections: not our state.
     small = nn.Parameter(torch.ones(64))
-    small.grad = torch.ones(64)
+    small.grad = torch.randn(64)
     _largest_tensor_bytes(small, config)
     before = _peak_bytes(reset=True)
     counted = _largest_tensor_bytes(ours, config)

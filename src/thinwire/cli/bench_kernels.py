@@ -151,7 +151,7 @@ def _sign_cases(grad: Tensor) -> list[_Case]:
     packets = torch.zeros(HEADER_BYTES + elements // 8, dtype=torch.uint8)
     rows = torch.randint(0, 256, (_VOTERS, packets.numel()), dtype=torch.uint8)
     heard, before = (torch.randint(-(2**62), 2**62, (elements // 64,)) for _ in range(2))
-    scales, row_scales, sums = torch.ones(1), torch.ones(_VOTERS), torch.zeros(1, dtype=torch.float64)
+    scales, row_scales, sums = torch.ones(1), torch.ones(_VOTERS, 1), torch.zeros(1, dtype=torch.float64)
     x, m, w = torch.randn(elements), torch.zeros(elements), torch.ones(elements)
     p = torch.ones(elements)
 
@@ -162,7 +162,7 @@ def _sign_cases(grad: Tensor) -> list[_Case]:
         return lambda: kernels.sign_encode(runs, grad, c, heard, packets, **known, **rule)
 
     def merge(y: Tensor) -> Callable[[], object]:
-        known = {"scales": row_scales, "last_scale": 1.0, "sums": sums, "shift": 0}
+        known = {"scales": row_scales, "last_scales": scales, "sums": sums, "shift": 0}
         return lambda: kernels.sign_merge(runs, rows, y, packets, **known)
 
     def encode_momentum(c: Tensor) -> Callable[[], object]:

@@ -1,30 +1,41 @@
-"""``thinwire demo``: the same small model trained twice on this machine, and what each way costs."""
+"""`thinwire demo`: its options, and the two runs."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from thinwire.cli import training
-from thinwire.cli.averagings import contenders
+from thinwire.cli.averagings import AVERAGINGS, contender, contenders
 from thinwire.cli.charlm import Corpus, ModelShape, load_text
+from thinwire.cli.comparison import network
+from thinwire.cli.comparison.live import LiveView
+from thinwire.cli.comparison.pace import Budget
+from thinwire.cli.comparison.report import lines_for_scripts, print_comparison, print_lines, write_json
+from thinwire.cli.comparison.results import Comparison
+from thinwire.cli.comparison.training import TrainingConfig, TrainingResult, train
 from thinwire.cli.launch import run_local_ranks
 from thinwire.cli.options import (
     LARGEST_SEED,
     MOST_RANKS,
     Downlink,
+    checked_by,
     downlink_of,
     integer,
+    number,
     optimizer_name,
     output_file,
 )
-from thinwire.cli.report import Comparison, print_comparison, write_json
+from thinwire.cli.registry import RECOMMENDED
+from thinwire.testbed import Testbed, parse_rate
 from thinwire.testbed.supervisor import ChildError
 
+SECONDS = 45.0
+"""Of each run: with start-up, trials and validation the demo then takes less than three minutes on two cores."""
+COMPRESSORS = {averaging.compressor: name for name, averaging in AVERAGINGS.items()}
 _MODEL = "Model and batch"
 
 
@@ -39,15 +50,40 @@ def demo(
             help="UTF-8 text to train on. Without it: the help texts that come with Python.",
         ),
     ] = None,
-    ranks: Annotated[int, integer(1, "Worker processes on this machine.", maximum=MOST_RANKS)] = 4,
-    steps: Annotated[int, integer(1, "Training steps of each run.")] = 400,
-    optimizer: Annotated[str, optimizer_name(contenders("demo"), "What takes AdamW's place")] = "birder",
+    ranks: Annotated[int, integer(1, "Workers, each on a host of its own.", maximum=MOST_RANKS)] = 4,
+    rate: Annotated[
+        str,
+        checked_by(
+            parse_rate,
+            "Rate of each host's link: 100mbit, 1gbit, ... or unlimited for loopback. Needs Linux, root, ip and tc; "
+            "elsewhere times are predicted.",
+        ),
+    ] = "100mbit",
+    optimizer: Annotated[
+        str | None, optimizer_name(contenders("demo"), "What takes AdamW's place", default=RECOMMENDED)
+    ] = None,
+    compressor: Annotated[
+        str | None,
+        optimizer_name(COMPRESSORS, "AdamW stays, and thinwire.compress averages its gradients", kind="compressor"),
+    ] = None,
     downlink: Annotated[
         Downlink | None,
         typer.Option(
             show_default="bit",
             help="What comes back from Birder's vote: a worker's bit, what most say, or the count of votes.",
         ),
+    ] = None,
+    seconds: Annotated[
+        float | None,
+        number(
+            0.1,
+            86400.0,
+            "Training time of each run. Start-up and validation do not count.",
+            show_default=f"{SECONDS:g}",
+        ),
+    ] = None,
+    steps: Annotated[
+        int | None, integer(1, "Give both runs so many steps instead of the same time.", show_default="no limit")
     ] = None,
     seed: Annotated[
         int, integer(0, "Decides the initial model, the data order and the sampling.", maximum=LARGEST_SEED)
@@ -59,48 +95,94 @@ def demo(
     context: Annotated[int, integer(1, "Characters in a window.", _MODEL, maximum=8192)] = 64,
     batch: Annotated[int, integer(1, "Windows a step and worker.", _MODEL, maximum=4096)] = 8,
 ) -> None:
-    """Train a small character transformer twice with local workers, and compare.
+    """Train a small character transformer twice over slow links, for the same time, and compare.
 
-    First DDP + AdamW, then DDP + an optimizer of thinwire, or AdamW with compressed averages (compress-…): the same
-    initial model, the same data in the same order.
-    Everything runs on this machine over loopback, so the network is no bottleneck; the bytes are what a slow one would
-    carry.
+    First DDP + AdamW, then what thinwire recommends, or what you choose: the same initial model, the same data in the
+    same order. Workers are on hosts with slow links, all on this machine. Bytes are counted at the links.
     """
     # Not at the top, because every worker imports this module and none draws; not later, because it may be missing.
-    from thinwire.cli.plots import plot_losses
+    from thinwire.cli.comparison.picture import plot_losses
 
     try:
         shape = ModelShape(layers, width, context)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="'--width'") from None
-    checked_downlink = downlink_of(optimizer, downlink)
+    name = _chosen(optimizer, compressor)
+    checked_downlink = downlink_of(name, downlink)
+    if seconds is not None and steps is not None:
+        raise typer.BadParameter(f"give either --seconds or --steps, got {seconds:g} and {steps}", param_hint="--steps")
+    budget = Budget(steps=steps) if steps is not None else Budget(seconds=seconds or SECONDS)
     text = _checked_text(data, context)
     console = Console()
     source = str(data) if data else "the help texts of Python"
-    console.print(f"Training on {len(text):,} characters of {source}.", markup=False, emoji=False, highlight=False)
+    _say(console, f"Training on {len(text):,} characters of {source}.")
 
     try:
-        with _progress(console) as progress:
-            comparison = Comparison(
-                *(
-                    _run(
-                        training.TrainingConfig(text, shape, batch, steps, seed, name, checked_downlink),
-                        ranks,
-                        progress,
-                    )
-                    for name in (None, optimizer)
-                )
+        with network.opened(ranks, rate) as (links, testbed):
+            _say(console, _announced(links, ranks))
+            config = TrainingConfig(
+                *(text, shape, batch, budget, seed, None, checked_downlink),
+                interface=None if testbed is None else testbed.hosts[0].interface,
+                predicted_rate=links.predicted_bits_per_second,
             )
+            baseline, challenger = _both_runs(config, name, ranks, console, links, testbed)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="'--ranks'") from None
     except ChildError as error:
         typer.echo(f"thinwire demo: {error}", err=True)
         raise typer.Exit(1) from None
 
-    print_comparison(console, comparison)
+    comparison = Comparison(baseline, challenger, links)
     plot_losses(out, comparison)
-    console.print(f"Wrote {out}", markup=False, emoji=False, highlight=False, soft_wrap=True)
+    print_comparison(console, comparison)
+    print_lines(console, lines_for_scripts(contender(name, checked_downlink), challenger.settings))
+    _say(console, f"Wrote {out}")
     if json is not None:
         write_json(json, comparison)
-        console.print(f"Wrote {json}", markup=False, emoji=False, highlight=False, soft_wrap=True)
+        _say(console, f"Wrote {json}")
+
+
+def _chosen(optimizer: str | None, compressor: str | None) -> str:
+    """The name of the contender."""
+    if optimizer is not None and compressor is not None:
+        raise typer.BadParameter(
+            f"give either --optimizer or --compressor, got {optimizer!r} and {compressor!r}", param_hint="--compressor"
+        )
+    return COMPRESSORS[compressor] if compressor is not None else optimizer or RECOMMENDED
+
+
+def _announced(links: network.Network, ranks: int) -> str:
+    if links.is_emulated:
+        return f"{ranks} hosts on this machine, each with a link of {links.rate_name}."
+    if links.is_predicted:
+        return (
+            f"No links of {links.rate_name} here: {links.unavailable}. Training over loopback; times at "
+            f"{links.rate_name} are predicted."
+        )
+    return f"{ranks} workers over loopback."
+
+
+def _both_runs(
+    config: TrainingConfig,
+    name: str,
+    ranks: int,
+    console: Console,
+    links: network.Network,
+    testbed: Testbed | None,
+) -> list[TrainingResult]:
+    """Train with AdamW, then with the contender, while progress is shown."""
+    configs = [config, replace(config, optimizer=name)]
+    results: list[TrainingResult] = []
+    time_name = "s predicted" if links.is_predicted else "s"
+    with LiveView(console, [config.label for config in configs], time_name) as live:
+        for config in configs:
+            if results and results[0].clock is not None:
+                # Both compute the same: a difference would be noise of this machine.
+                config = replace(config, compute=results[0].clock.compute)
+            live.begin(ranks)
+            results.append(run_local_ranks(train, ranks, (config,), live.show, testbed))
+            live.end(results[-1])
+    return results
 
 
 def _checked_text(data: Path | None, context: int) -> str:
@@ -114,30 +196,5 @@ def _checked_text(data: Path | None, context: int) -> str:
     return text
 
 
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[status]}"),
-        TimeRemainingColumn(),
-        console=console,
-        # In a file or a pipe a bar is nothing but noise.
-        disable=not console.is_terminal,
-    )
-
-
-def _run(config: training.TrainingConfig, ranks: int, progress: Progress) -> training.TrainingResult:
-    """Train as planned while the bar moves; where there is no bar, say when the run is over."""
-    label = config.label
-    bar = progress.add_task(label, total=config.steps, status=f"starting {ranks} ranks")
-
-    def show(message: training.TrainingProgress) -> None:
-        status = f"loss {message.loss:.3f}  {message.step / message.seconds:.1f} steps/s"
-        progress.update(bar, completed=message.step, status=status)
-
-    outcome: training.TrainingResult = run_local_ranks(training.train, ranks, (config,), show)
-    if progress.disable:
-        seconds = outcome.cumulative_seconds[-1]
-        progress.console.print(f"{label}: {config.steps} steps in {seconds:.1f} s", highlight=False)
-    return outcome
+def _say(console: Console, text: str) -> None:
+    console.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)

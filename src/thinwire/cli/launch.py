@@ -1,4 +1,4 @@
-"""Local ranks: processes on this machine that share a gloo process group over loopback."""
+"""Ranks on this machine that share a gloo process group, over loopback or on the hosts of a testbed."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from thinwire.testbed import Testbed
 from thinwire.testbed.supervisor import Returned, Supervisor
 
 Report = Callable[[Any], None]
@@ -20,9 +21,15 @@ Report = Callable[[Any], None]
 
 
 def run_local_ranks(
-    work: Callable[..., Any], ranks: int, args: tuple[Any, ...], on_message: Callable[[Any], None]
+    work: Callable[..., Any],
+    ranks: int,
+    args: tuple[Any, ...],
+    on_message: Callable[[Any], None],
+    testbed: Testbed | None = None,
 ) -> Any:
     """Run ``work(report, *args)`` in ``ranks`` new processes that share a gloo process group.
+
+    They talk over loopback, or, with a testbed of as many hosts, each from a host of its own.
 
     What rank 0 passes to ``report`` arrives at ``on_message`` in this process; messages of other ranks are dropped.
     However this call ends, no process outlives it.
@@ -33,7 +40,7 @@ def run_local_ranks(
     Raises:
         ChildError: when a rank fails; the message names the first one and has its traceback.
     """
-    with local_ranks(work, ranks, args) as group:
+    with local_ranks(work, ranks, args, testbed) as group:
         while not group.finished:
             for _, message in group.messages():
                 on_message(message)
@@ -42,11 +49,22 @@ def run_local_ranks(
 
 
 @contextmanager
-def local_ranks(work: Callable[..., Any], ranks: int, args: tuple[Any, ...]) -> Iterator[Supervisor]:
+def local_ranks(
+    work: Callable[..., Any], ranks: int, args: tuple[Any, ...], testbed: Testbed | None = None
+) -> Iterator[Supervisor]:
     """As `run_local_ranks`, for callers that receive the messages themselves."""
+    places = [(None, {})] * ranks
+    if testbed is not None:
+        places = [(host.namespace, environment) for host, environment in testbed.places()]
+        if len(places) != ranks:
+            raise ValueError(f"ranks must be {len(places)}, one per host of the testbed, got {ranks}")
     with Supervisor() as group:
-        for rank in range(ranks):
-            group.start(_work_in_group, rank, ranks, group.folder / "rendezvous", work, args)
+        for rank, (namespace, environment) in enumerate(places):
+            group.start(
+                *(_work_in_group, rank, ranks, group.folder / "rendezvous", work, args),
+                namespace=namespace,
+                environment=environment,
+            )
         yield group
 
 
@@ -55,7 +73,8 @@ def _work_in_group(
 ) -> Any:
     # One core each: ranks that spread over all cores would slow each other down.
     torch.set_num_threads(1)
-    # gloo otherwise looks up the host's name, which may lead to a real network, or nowhere.
+    # gloo otherwise looks up the host's name, which may lead to a real network, or nowhere. On a host of a testbed the
+    # variable is set.
     loopback = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
     if loopback:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback.pop())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -37,15 +37,30 @@ def downlink_of(optimizer: str, downlink: Downlink | None) -> str | None:
     return downlink.value
 
 
-def optimizer_name(known: Collection[str], description: str) -> Any:
-    """One of the names in `known`."""
+def optimizer_name(
+    known: Collection[str], description: str, *, kind: str = "optimizer", default: str | None = None
+) -> Any:
+    """One of the names in `known`; or None, for which help shows `default`."""
 
-    def check(name: str) -> str:
-        if name not in known:
-            raise typer.BadParameter(f"unknown optimizer {name!r}; there are: {', '.join(known)}")
+    def check(name: str | None) -> str | None:
+        if name is not None and name not in known:
+            raise typer.BadParameter(f"unknown {kind} {name!r}; there are: {', '.join(known)}")
         return name
 
-    return typer.Option(callback=check, help=f"{description}: {', '.join(known)}.")
+    return typer.Option(callback=check, help=f"{description}: {', '.join(known)}.", show_default=default or True)
+
+
+def checked_by(refuse: Callable[[Any], object], description: str) -> Any:
+    """Anything for which `refuse` raises no ValueError."""
+
+    def check(value: Any) -> Any:
+        try:
+            refuse(value)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+        return value
+
+    return typer.Option(callback=check, help=description)
 
 
 MOST_RANKS = 256
@@ -53,7 +68,14 @@ MOST_STEPS = 10**9
 LARGEST_SEED = 2**63 - 1
 
 
-def integer(minimum: int, description: str, panel: str | None = None, *, maximum: int = MOST_STEPS) -> Any:
+def integer(
+    minimum: int,
+    description: str,
+    panel: str | None = None,
+    *,
+    maximum: int = MOST_STEPS,
+    show_default: str | bool = True,
+) -> Any:
     """A whole number, from `minimum` to `maximum`; or None, where that is the default."""
 
     # typer's own `min=` does not say in every version what was given.
@@ -64,10 +86,10 @@ def integer(minimum: int, description: str, panel: str | None = None, *, maximum
             raise typer.BadParameter(f"must be at most {maximum}, got {value}")
         return value
 
-    return typer.Option(callback=check, help=description, rich_help_panel=panel)
+    return typer.Option(callback=check, help=description, rich_help_panel=panel, show_default=show_default)
 
 
-def number(minimum: float, maximum: float, description: str) -> Any:
+def number(minimum: float, maximum: float, description: str, *, show_default: str | bool = True) -> Any:
     """A number, from `minimum` to `maximum`; or None, where that is the default."""
 
     # typer's own `min=` lets NaN pass, which is neither above nor below anything.
@@ -76,7 +98,7 @@ def number(minimum: float, maximum: float, description: str) -> Any:
             raise typer.BadParameter(f"must be a number from {minimum:g} to {maximum:g}, got {value}")
         return value
 
-    return typer.Option(callback=check, help=description)
+    return typer.Option(callback=check, help=description, show_default=show_default)
 
 
 def check_elements(elements: int, processes: int) -> None:

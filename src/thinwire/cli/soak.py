@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.cli.averagings import contender, contenders
 from thinwire.cli.launch import Report, run_local_ranks
 from thinwire.cli.options import MOST_RANKS, integer, optimizer_name, output_file
-from thinwire.cli.report import byte_count
+from thinwire.cli.units import byte_count
 from thinwire.testbed.supervisor import ChildError
 
 SAMPLES = 100

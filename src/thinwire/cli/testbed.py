@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from thinwire.cli.options import MOST_RANKS
+from thinwire.cli.options import MOST_RANKS, checked_by
 from thinwire.testbed import Testbed, TestbedUnavailable, check_ranks, parse_delay, parse_rate, remove_leftovers
 
 app = typer.Typer(help="Slow networks on this machine, for any command.", no_args_is_help=True)
-
-
-def _checked_by(refuse: Callable[[Any], object], description: str) -> Any:
-    def check(value: Any) -> Any:
-        try:
-            refuse(value)
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from None
-        return value
-
-    return typer.Option(callback=check, help=description)
 
 
 def _check_ranks(ranks: int) -> None:
@@ -35,13 +24,13 @@ def _check_ranks(ranks: int) -> None:
 @app.command(context_settings={"allow_interspersed_args": False})
 def run(
     command: Annotated[list[str], typer.Argument(help="What every rank runs, with its arguments.")],
-    hosts: Annotated[int, _checked_by(Testbed, "Hosts, each with a link of its own to one switch.")] = 2,
-    ranks: Annotated[int, _checked_by(_check_ranks, "Processes per host.")] = 1,
+    hosts: Annotated[int, checked_by(Testbed, "Hosts, each with a link of its own to one switch.")] = 2,
+    ranks: Annotated[int, checked_by(_check_ranks, "Processes per host.")] = 1,
     rate: Annotated[
-        str, _checked_by(parse_rate, "Rate of each host's link: 100mbit, 1gbit, ... or unlimited.")
+        str, checked_by(parse_rate, "Rate of each host's link: 100mbit, 1gbit, ... or unlimited.")
     ] = "unlimited",
     delay: Annotated[
-        str | None, _checked_by(parse_delay, "How long a packet travels: 5ms, ... Needs a kernel with netem.")
+        str | None, checked_by(parse_delay, "How long a packet travels: 5ms, ... Needs a kernel with netem.")
     ] = None,
 ) -> None:
     """Run a command on several hosts as torchrun would, e.g. ``thinwire testbed run --rate 1gbit -- python train.py``.

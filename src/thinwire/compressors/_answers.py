@@ -19,12 +19,10 @@ class Answers:
     Args:
         layout: the flat space.
         codec: the codec of the answers.
-        prepare: called with the number of a shard before its answer is decoded, to set the codec's keys.
     """
 
-    def __init__(self, layout: Layout, codec: Codec, prepare: Callable[[int], None] = lambda _: None) -> None:
+    def __init__(self, layout: Layout, codec: Codec) -> None:
         self._codec = codec
-        self._prepare = prepare
         self._values = torch.empty(longest_shard(layout), dtype=torch.float32, device=layout.device)
         self._decoded: int | None = None
 
@@ -37,8 +35,13 @@ class Answers:
         """Drop what was decoded, because the answers change."""
         self._decoded = None
 
-    def read(self, part: Part, into: Tensor) -> None:
+    def read(self, part: Part, into: Tensor, prepare: Callable[[int], None] = lambda _: None) -> None:
         """Write the answer for a part of a parameter into a vector of the parameter's length.
+
+        Args:
+            part: which part.
+            into: the vector.
+            prepare: called with the number of a shard before its answer is decoded, to set the codec's keys.
 
         Raises:
             CorruptPacket: if the codec rejects an answer.
@@ -46,6 +49,7 @@ class Answers:
         bucket = part.frame.bucket
         for element, in_param, count, _, _, number in part.down_runs.tolist():
             if number != self._decoded:
+                prepare(number)
                 self._decode(number)
             first = element - bucket.start - (number - bucket.shard_number(0)) * bucket.shard_elements
             into[in_param : in_param + count] = self._values[first : first + count]
@@ -56,7 +60,6 @@ class Answers:
         frame = self._frames[index]
         length = frame.bucket.shard_elements
         values = self._values[:length].zero_()
-        self._prepare(number)
         with naming_packet(f"the answer for shard {shard} of bucket {index}"):
             self._codec.decode(bytes_of(frame.answers[shard], self._codec, length), values)
         self._decoded = number

@@ -12,18 +12,18 @@ from thinwire.compressors.codecs import Codec
 from thinwire.compressors.codecs.sign import Sign
 from thinwire.errors import CorruptPacket
 from thinwire.transport.buffers import WORD_BYTES, Frame, PacketBuffers, Payload
-from thinwire.transport.layout import WORD, Bucket, Layout
+from thinwire.transport.layout import WORD, Blocks, Bucket, Layout
 from thinwire.transport.memory import HOST
 from thinwire.transport.packet import HEADER_BYTES
 
 
-def payload_of(codec: Codec, more_words: Callable[[int], int] = lambda _: 0) -> Payload:
+def payload_of(codec: Codec, more_words: Callable[[int], int] = lambda _: 0, block_words: int | None = None) -> Payload:
     """The size of packets, up and down, that hold a codec's bytes and `more_words(shard_words)` words after them."""
 
     def words(shard_words: int) -> int:
         return words_of(codec, shard_words) + more_words(shard_words)
 
-    return Payload(up_words=words, down_words=words)
+    return Payload(up_words=words, down_words=words, block_words=block_words)
 
 
 def words_of(codec: Codec, shard_words: int) -> int:
@@ -52,53 +52,55 @@ class SignPackets:
         buffers: the packets.
         codec: the codec of their payload.
         sums: the number of sums per run.
+        block_words: see `Payload`.
     """
 
-    def __init__(self, buffers: PacketBuffers, codec: Sign, sums: int) -> None:
+    def __init__(self, buffers: PacketBuffers, codec: Sign, sums: int, block_words: int | None = None) -> None:
         self.buffers = buffers
-        self._codec = codec
         device = buffers.layout.device
+        blocks = Blocks(buffers.layout, block_words)
+        self._per_shard = blocks.per_shard
         parts = [part for parts in buffers.parts for part in parts]
         counts = [part.up_runs.shape[0] for part in parts]
-        self.all_sums = torch.zeros(sum(counts), sums, dtype=torch.float64, device=device)
-        self.sums = list(self.all_sums.split(counts))
+        self.all_sums = torch.zeros(sum(counts) + 1, sums, dtype=torch.float64, device=device)
+        """The sums of all runs, and a row of zeros."""
+        self.sums = list(self.all_sums[:-1].split(counts))
         """For each part, the sums of its runs."""
+        self.block_rows: list[list[int]] = [[] for _ in range(buffers.layout.shards * self._per_shard)]
+        """For each block of the model, its rows of `all_sums`."""
         rows: list[list[int]] = [[] for _ in range(buffers.layout.shards)]
-        shards = [shard for part in parts for shard in part.up_runs[:, 5].tolist()]
-        for row, shard in enumerate(shards):
-            rows[shard].append(row)
+        numbers = [number for part in parts for number in part.up_runs[:, 5].tolist()]
+        for row, number in enumerate(numbers):
+            self.block_rows[number].append(row)
+            rows[number // self._per_shard].append(row)
         self.rows_of = [torch.tensor(shard_rows, dtype=torch.int64, device=device) for shard_rows in rows]
         """For each shard of the model, its rows of `all_sums`."""
         self.answers: list[tuple[Bucket, Tensor, Tensor]] = []
         """For each bucket, the signs and the scales of its answers, one row per shard."""
-        self._sent_scales: list[Tensor] = []
-        self._received_scales: list[Tensor] = []
+        self.sent_scales: list[Tensor] = []
+        """For each bucket, the scales in the packets to be sent, one row per packet."""
+        self.received_scales: list[Tensor] = []
+        """For each bucket, the scales that each worker sent, one row per worker."""
         for frame in buffers.frames:
-            length = frame.bucket.shard_elements
+            length, count = frame.bucket.shard_elements, blocks.of(frame.bucket)
             sent, received, answers = (
                 packets[:, HEADER_BYTES:] for packets in (frame.sent, frame.received, frame.answers)
             )
-            self.answers.append((frame.bucket, codec.signs_of(answers, length), codec.scales_of(answers, length)))
-            self._sent_scales.append(codec.scales_of(sent, length))
-            self._received_scales.append(codec.scales_of(received, length))
+            scales = codec.block_scales_of(answers, length, count)
+            self.answers.append((frame.bucket, codec.signs_of(answers, length), scales))
+            self.sent_scales.append(codec.block_scales_of(sent, length, count))
+            self.received_scales.append(codec.block_scales_of(received, length, count))
 
-    def received_scales(self, frame: Frame) -> Tensor:
-        """The scale that each worker sent."""
-        return self._received_scales[frame.bucket.index].contiguous()
-
-    def sent_scale(self, frame: Frame, row: int) -> Tensor:
-        """A view of the scale in a packet to be sent."""
-        return self._sent_scales[frame.bucket.index][row : row + 1]
-
-    def answer_scale(self, frame: Frame, shard: int) -> Tensor:
-        """A view of the scale in an answer."""
-        return self.answers[frame.bucket.index][2][shard : shard + 1]
+    def answer_scales(self, frame: Frame, shard: int) -> Tensor:
+        """A view of the scales in an answer."""
+        return self.answers[frame.bucket.index][2][shard]
 
     def read_answers(self, scales: Tensor) -> None:
-        """Copy the scales of all answers into `scales`, which has one element per shard of the model."""
+        """Copy the scales of all answers into the table `scales`, which has one entry per block."""
+        of_shards = scales.view(-1, self._per_shard)
         for bucket, _, bucket_scales in self.answers:
             number = bucket.shard_number(0)
-            scales[number : number + bucket.shards] = bucket_scales
+            of_shards[number : number + bucket.shards, : bucket_scales.shape[1]] = bucket_scales
 
 
 class OwnedRuns:
@@ -107,27 +109,27 @@ class OwnedRuns:
     Args:
         layout: the flat space.
         node: this rank's worker.
-        word_bytes: see `Payload`.
+        word_bytes, block_words: see `Payload`. The last field of a run is the number of its block in the shard.
     """
 
-    def __init__(self, layout: Layout, node: int, word_bytes: int = WORD_BYTES) -> None:
+    def __init__(self, layout: Layout, node: int, word_bytes: int = WORD_BYTES, block_words: int | None = None) -> None:
+        blocks = Blocks(layout, block_words)
         self.shards = layout.owned_by(node)
         self.size = layout.held_size(self.shards)
         """The number of elements in all owned shards."""
         self.positions: list[list[int]] = [[] for _ in layout.buckets]
         """For each bucket, the position of the parameter that each run belongs to."""
-        self.lengths = [0] * layout.shards
-        """The number of elements of each shard of the model, owned or not, without padding."""
+        self.lengths = [0] * (layout.shards * blocks.per_shard)
+        """The number of elements of each block of the model, owned or not, without padding."""
         runs: list[list[list[int]]] = [[] for _ in layout.buckets]
         for position, slot in enumerate(layout.slots):
-            for piece in layout.pieces(slot):
+            for block, piece in (cut for whole in layout.pieces(slot) for cut in blocks.cut(whole)):
                 bucket = layout.buckets[piece.bucket]
-                number = bucket.shard_number(piece.shard)
-                self.lengths[number] += piece.stop - piece.start
+                self.lengths[blocks.number(bucket, piece.shard, block)] += piece.stop - piece.start
                 if piece.shard in self.shards:
                     first = bucket.start + piece.shard * bucket.shard_elements
                     byte = HEADER_BYTES + (piece.start - first) // WORD * word_bytes
-                    runs[bucket.index].append([piece.start, 0, piece.stop - piece.start, byte, 0, number])
+                    runs[bucket.index].append([piece.start, 0, piece.stop - piece.start, byte, 0, block])
                     self.positions[bucket.index].append(position)
         self.tables = [torch.tensor(rows, dtype=torch.int64, device=HOST).view(-1, 6) for rows in runs]
         self.rows = [torch.arange(len(table), device=layout.device) for table in self.tables]

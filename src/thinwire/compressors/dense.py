@@ -27,7 +27,13 @@ class Dense:
         kernels: the backend.
     """
 
-    payload = Payload(up_words=_float_words, down_words=_float_words, word_bytes=WORD * _FLOAT_BYTES, in_place=True)
+    payload = Payload(
+        up_words=_float_words,
+        down_words=_float_words,
+        word_bytes=WORD * _FLOAT_BYTES,
+        in_place=True,
+        receive_window=lambda _: 1,  # packets are as large as the gradients
+    )
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels

@@ -86,7 +86,7 @@ class ErrorFeedback(GradientCompressor):
         self.answer_residual = untouched_zeros(size, torch.float32, layout.device)
         """What the answers of this rank have left out, of the shards that it owns."""
         self._lost = LostShare(layout.shards)
-        self._answers = Answers(layout, self._down, functools.partial(self._use_answer_keys, self._down))
+        self._answers = Answers(layout, self._down)
 
     @property
     def payload(self) -> Payload:
@@ -151,7 +151,7 @@ class ErrorFeedback(GradientCompressor):
 
     def decode(self, part: Part, into: Tensor) -> None:
         """See `GradientCompressor`."""
-        self._answers.read(part, into)
+        self._answers.read(part, into, functools.partial(self._use_answer_keys, self._down))
 
     def rescale(self, factor: float) -> None:
         """See `GradientCompressor`."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from thinwire.compressors.dense import Dense
 from thinwire.kernels.modes import Output
+from thinwire.kernels.ops import Kernels
 from thinwire.transport.buffers import Frame, PacketBuffers, Part, Payload
 from thinwire.transport.state import State
 
@@ -18,12 +21,13 @@ class LocalMomentum:
 
     Args:
         m: the momentum, over the whole flat space.
+        block_words: see `Payload`.
     """
 
-    payload = NO_PAYLOAD
     output = Output.NOTHING
 
-    def __init__(self, m: Tensor) -> None:
+    def __init__(self, m: Tensor, block_words: int | None) -> None:
+        self.payload = replace(NO_PAYLOAD, block_words=block_words)
         self._values = m.view(torch.uint8)
 
     def bind(self, buffers: PacketBuffers) -> None:
@@ -50,9 +54,18 @@ class LocalMomentum:
 
 
 class NodeMomentum(Dense):
-    """The momentum of a worker with several ranks. Each rank sends that of its slice to the other ranks of the node."""
+    """The momentum of a worker with several ranks. Each rank sends that of its slice to the other ranks of the node.
+
+    Args:
+        kernels: the backend.
+        block_words: see `Payload`.
+    """
 
     output = Output.MOMENTUM
+
+    def __init__(self, kernels: Kernels, block_words: int | None) -> None:
+        super().__init__(kernels)
+        self.payload = replace(self.payload, block_words=block_words)
 
     def momentum(self, part: Part) -> tuple[Tensor, Tensor]:
         """The runs of a part, and the bytes into which they point for its momentum."""

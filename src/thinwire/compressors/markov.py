@@ -212,7 +212,7 @@ class MarkovSign:
             nonzero = self._nonzero[first + row * bucket.shard_words : first + (row + 1) * bucket.shard_words]
             bits.pack(nonzero, self._nonzero_of(frame.sent[row], bucket))
             number, packets = bucket.shard_number(shard), self._packets
-            to, also = packets.sent_scale(frame, row), self.sent_scales[number : number + 1]
+            to, also = packets.sent_scales[bucket.index][row], self.sent_scales[number : number + 1]
             self._kernels.shard_scale(packets.all_sums, packets.rows_of[number], to, also, length=0)
 
     def merge(self, frame: Frame, shard: int) -> None:
@@ -234,11 +234,11 @@ class MarkovSign:
             self.followed,
             self.signed_now,
             answer,
-            scales=self._packets.received_scales(frame),
+            scales=self._packets.received_scales[bucket.index][:, 0].contiguous(),
             sums=sums,
             shift=bucket.shift_of(self._owned.shards),
         )
-        to = self._packets.answer_scale(frame, shard)
+        to = self._packets.answer_scales(frame, shard)
         self._kernels.shard_scale(sums, self._owned.rows[bucket.index], to, None, length=0)
 
     def read_answers(self) -> None:

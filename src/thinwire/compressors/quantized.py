@@ -113,7 +113,13 @@ class Quantized:
         self.answer_residual = untouched_zeros(self._owned.size, dtype, device) if scheme.error_feedback else None
         """What this rank has not answered yet, of the shards that it owns."""
         words = _payload_words(scheme.word_bytes)
-        self.payload = Payload(up_words=words, down_words=words, word_bytes=scheme.word_bytes, in_place=True)
+        self.payload = Payload(
+            up_words=words,
+            down_words=words,
+            word_bytes=scheme.word_bytes,
+            in_place=True,
+            receive_window=_three_quarters,
+        )
 
     def bind(self, buffers: PacketBuffers) -> None:
         """See `Compressor`."""
@@ -123,6 +129,26 @@ class Quantized:
         self._all_sums = torch.zeros(sum(counts), 2, dtype=torch.float64, device=buffers.layout.device)
         self._sums = list(self._all_sums.split(counts))
         """For each part, the squared norms of what its runs were to send and of what they lost."""
+        self._encode_unscaled = [self._prepared_encode(part) for part in parts]
+        self._decode = [
+            self._kernels.prepared(
+                "quantize_decode", "out", runs=part.down_runs, packets=self._answers, weight=1.0, **self._format
+            )
+            for part in parts
+        ]
+
+    def _prepared_encode(self, part: Part) -> Callable[[Tensor], bool | None]:
+        return self._kernels.prepared(
+            "quantize_encode",
+            "grad",
+            runs=part.up_runs,
+            residual=self.residual,
+            packets=self._packets,
+            sums=self._sums[part.index],
+            scale=1.0,
+            shift=part.frame.bucket.state_shift,
+            **self._rule,
+        )
 
     def begin_step(self, step: int) -> None:
         """See `GradientCompressor`."""
@@ -130,6 +156,8 @@ class Quantized:
     def encode(self, part: Part, grad: Tensor | None, scale: Scale) -> bool | None:
         """See `GradientCompressor`. Without a gradient it sends zeros and keeps the residual: if no rank has a gradient
         for the parameter, DDP does not use the answer."""
+        if grad is not None and scale == 1.0:
+            return self._encode_unscaled[part.index](grad)
         return self._kernels.quantize_encode(
             part.up_runs,
             grad,
@@ -161,7 +189,7 @@ class Quantized:
 
     def decode(self, part: Part, into: Tensor) -> None:
         """See `GradientCompressor`."""
-        self._kernels.quantize_decode(part.down_runs, self._answers, into, weight=1.0, **self._format)
+        self._decode[part.index](into)
 
     def rescale(self, factor: float) -> None:
         """See `GradientCompressor`."""
@@ -179,6 +207,11 @@ class Quantized:
         if self.residual is None or self.answer_residual is None:
             return State()
         return State(own={"residual": self.residual}, owned={"answer_residual": self.answer_residual})
+
+
+def _three_quarters(buckets: int) -> int:
+    # All of them would keep a slow link a little busier. But then int4 needs more than 6 bytes per parameter.
+    return -(-3 * buckets // 4)
 
 
 def _payload_words(word_bytes: int) -> Callable[[int], int]:

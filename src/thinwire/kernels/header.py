@@ -10,7 +10,7 @@ import struct
 from typing import Any
 
 MAGIC = 0x5754  # "TW" in memory
-VERSION = 2
+VERSION = 3
 
 FIELD_BYTES = {
     "checksum": 4,
@@ -40,6 +40,8 @@ ACTIVATION = 4
 """The payload has activation bits, not votes."""
 SYNCHRONIZE = 8
 """An exchange by itself, outside of any step."""
+DISAGREE = 16
+"""In a commit message: the sender knows of ranks whose parameter groups have different numbers."""
 RAISED = NONFINITE | REFUSED
 """Flags that a receiver takes from a packet. It knows the others in advance."""
 

@@ -1,7 +1,8 @@
 """Which kernels run on which device.
 
 Two environment variables override the choice, for tests and bug reports: `THINWIRE_KERNELS=reference`,
-`native` or `triton`, and `THINWIRE_ISA=avx512`, `avx2`, `neon` or `plain` for the native ones.
+`native` or `triton`, and `THINWIRE_ISA=avx512`, `avx2`, `neon` or `plain` for the native ones. With
+`THINWIRE_REQUIRE_NATIVE=1` neither the build nor the import succeeds without the native ones (`native/library.py`).
 """
 
 from __future__ import annotations
@@ -75,6 +76,16 @@ class Kernels:
         self.vote_bit(
             rows, byte, None, first_word=0, words=words, answer=answer, answer_byte=answer_byte, key=0, signal=None
         )
+
+    def prepared(self, operation: str, varying: str, **arguments: Any) -> Callable[[Tensor], Any]:
+        """An operation that is called often, with all arguments but the tensor `varying`, a gradient or a parameter.
+
+        Tensors in `arguments` must keep their memory: the native backend reads their addresses once.
+        """
+        function = getattr(self, operation)
+        if function is native.KERNELS.get(operation):
+            return native.prepared(operation, varying, arguments)
+        return lambda tensor: function(**arguments, **{varying: tensor})
 
     def on_device(self, status: Tensor, gate: Gate) -> Kernels:
         """The same for an optimizer whose host does not wait: non-finite gradients raise a flag in `status`, and only
@@ -182,7 +193,8 @@ BACKENDS = _Backends()
 
 _NO_COMPILER = (
     "thinwire was installed without its native kernels and runs the torch reference, many times slower. ",
-    "Install a C++ compiler (Debian: apt-get install g++) and then thinwire again.",
+    native.REMEDY,
+    " THINWIRE_REQUIRE_NATIVE=1 makes this an error.",
 )
 _OLDEST_TRITON = (3, 6)
 """Older ones lack tuples in kernels, or flush subnormal numbers, which changes bits."""
@@ -213,7 +225,7 @@ def _for_cpu(wanted: str) -> str:
         raise ValueError("THINWIRE_KERNELS='triton' with parameters on the CPU: needs TRITON_INTERPRET=1, for tests")
     if wanted in ("", "native") and not native.available():
         if wanted:
-            raise RuntimeError(f"THINWIRE_KERNELS=native, but {native.PATH} does not exist. {_NO_COMPILER[1]}")
+            raise RuntimeError(f"THINWIRE_KERNELS=native, but {native.PATH} does not exist. {native.REMEDY}")
         _warn_once(*_NO_COMPILER)
         return "reference"
     return wanted or "native"

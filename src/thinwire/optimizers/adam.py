@@ -8,11 +8,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from thinwire._checks import INT64_MAX, is_integer
 from thinwire.compressors.scaled_sign import ScaledSign
 from thinwire.kernels.modes import Scale
 from thinwire.optimizers.inputs import check_number
 from thinwire.optimizers.rule import Context, Group
 from thinwire.transport.buffers import Part
+from thinwire.transport.layout import WORD
 from thinwire.transport.state import State
 
 DENSE = "dense"
@@ -170,6 +172,16 @@ def check_error_dtype(dtype: torch.dtype) -> None:
     """
     if dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"error_dtype={dtype!r}: expected torch.float32 or torch.bfloat16")
+
+
+def check_scale_block(block: int | None) -> None:
+    """Reject a number of elements per scale that is not a multiple of 64.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    if block is not None and not (is_integer(block, WORD, INT64_MAX) and block % WORD == 0):
+        raise ValueError(f"scale_block={block!r}: expected a positive multiple of {WORD}, or None for whole shards")
 
 
 def signed(scale: Scale, group: Group) -> Scale:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -35,16 +36,15 @@ def describe(optimizer: WireOptimizer, names: dict[Tensor, str]) -> Description:
         "node_dtype": str(optimizer._node_dtype),
         "max_consecutive_skips": optimizer._skips.most,
         "check_replicas_every": optimizer._replica_check.every,
+        "clip_norm": optimizer._clipping.norm,
+        "clip_value": optimizer._clipping.value,
         **optimizer._settings(),
         "the number of steps taken": int(optimizer._step_count),
         **optimizer._rule.progress(),
         "the number of parameter groups": len(optimizer.param_groups),
         "the number of parameters": len(params),
     }
-    for i, group in enumerate(optimizer.param_groups):
-        for key, value in group.items():
-            if key not in ("params", "param_names", *state_dict.LABELS):
-                description[f"{key} of parameter group {i}"] = float(value) if isinstance(value, Tensor) else value
+    description.update(group_fields(optimizer.param_groups))
     for i, p in enumerate(params):
         description[f"parameter {i}"] = (names.get(p, "unnamed"), tuple(p.shape), str(p.dtype), p.stride())
     for i in range(len(params)):
@@ -55,6 +55,14 @@ def describe(optimizer: WireOptimizer, names: dict[Tensor, str]) -> Description:
         for name, tensor in optimizer._rule.compared_state().items():
             description[f"the checksum of {name!r} of the optimizer's state"] = checksum(tensor)
     return description
+
+
+def group_fields(groups: Sequence[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """What parameter groups have besides parameters, with descriptions as keys."""
+    for i, group in enumerate(groups):
+        for key, value in group.items():
+            if key not in ("params", "param_names", *state_dict.LABELS):
+                yield f"{key} of parameter group {i}", float(value) if isinstance(value, Tensor) else value
 
 
 def require_agreement(peers: Peers, description: Description) -> str:
@@ -69,13 +77,30 @@ def require_agreement(peers: Peers, description: Description) -> str:
     answers: list[tuple[str, Description]] = peers.gather(
         (secrets.token_hex(8), description), "the agreement of all ranks"
     )
-    descriptions = [each for _, each in answers]
+    raise_first_difference([each for _, each in answers])
+    return answers[0][0]
+
+
+def raise_first_difference(descriptions: Sequence[Description], when: str = "") -> None:
+    """Compare the descriptions of all ranks, field by field.
+
+    Raises:
+        RuntimeError: naming the first field that differs, its values, and the ranks that have each.
+    """
     fields = list(dict.fromkeys(field for each in descriptions for field in each))
     for field in fields:
-        holders: dict[str, list[int]] = defaultdict(list)
-        for rank, each in enumerate(descriptions):
-            holders[repr(each[field]) if field in each else "missing"].append(rank)
-        if len(holders) > 1:
-            values = "; ".join(f"{value} on {name_ranks(ranks)}" for value, ranks in holders.items())
-            raise RuntimeError(f"ranks disagree on {field}: {values}. It must be the same on all ranks.")
-    return answers[0][0]
+        require_same(field, [repr(each[field]) if field in each else "missing" for each in descriptions], when)
+
+
+def require_same(field: str, values: Sequence[str], when: str = "") -> None:
+    """Check that all ranks have the same value, given those of all ranks.
+
+    Raises:
+        RuntimeError: on every rank, with the values and the ranks that have each.
+    """
+    holders: dict[str, list[int]] = defaultdict(list)
+    for rank, value in enumerate(values):
+        holders[value].append(rank)
+    if len(holders) > 1:
+        listed = "; ".join(f"{value} on {name_ranks(ranks)}" for value, ranks in holders.items())
+        raise RuntimeError(f"ranks disagree on {field}{when}: {listed}. It must be the same on all ranks.")

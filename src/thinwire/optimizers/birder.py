@@ -92,6 +92,12 @@ class Birder(WireOptimizer):
         max_consecutive_skips: `step()` raises TooManySkips after this many skipped steps in a row. All ranks skip a
             step if a gradient on any rank is not finite. None: never.
         check_replicas_every: compare a hash of the parameters across all ranks every this many steps; 0 for never.
+        clip_norm: clip this rank's own gradient to this norm before anything else happens to it, also under `attach`.
+            Each parameter p has a part of the limit: g_p ← g_p min(1, τ_p/‖g_p‖), τ_p = clip_norm √((q_p + d_p/d)/2),
+            where d_p of d elements are those of p, and q_p is its average share of the squared norm so far. The norm
+            of the whole gradient is then at most `clip_norm`. None: no limit.
+        clip_value: clip each element of this rank's own gradient to [-clip_value, clip_value], before `clip_norm`, at
+            the cost of a copy of the gradient. None: no limit.
         state_dtype: the dtype of m and b. torch.bfloat16 halves their memory. Use it only with `beta` and `beta_b` of
             at most 0.99: an average that changes by less than 1/256 per step would not change at all.
 
@@ -102,9 +108,9 @@ class Birder(WireOptimizer):
         100 Gbit/s and a small model), AdamW is simpler.
 
     Gradient clipping:
-        A coordinate moves by at most `lr` per step in any case. Under `attach`, gradients are sent before
-        `clip_grad_norm_` sees them, so clipping has no effect. Without `attach`, clipping scales the gradients that
-        enter a worker's averages.
+        Use `clip_norm` or `clip_value`. A coordinate moves by at most `lr` per step in any case, but a spike dominates
+        its averages for many steps. Under `attach`, `clip_grad_norm_` would come after gradients were sent, and
+        `step()` raises GradientChanged. Without `attach` it works too, and clips this rank's own gradient.
 
     Differences from the paper:
         * ε is part of the comparison, and a coordinate whose b is at most ε on all workers neither moves nor decays. In

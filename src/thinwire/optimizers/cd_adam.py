@@ -96,6 +96,8 @@ class CDAdam(WireOptimizer):
         max_consecutive_skips: `step()` raises TooManySkips after this many skipped steps in a row. All ranks skip a
             step if a gradient on any rank is not finite. None: never.
         check_replicas_every: compare a hash of the parameters across all ranks every this many steps; 0 for never.
+        clip_norm: clip this rank's own gradient to this norm, as in `thinwire.Birder`. None: no limit.
+        clip_value: clip each element of this rank's own gradient to [-clip_value, clip_value]. None: no limit.
 
     When not to use it:
         With small noisy batches: differences of gradients are then mostly noise. One bit with one scale per shard
@@ -113,8 +115,9 @@ class CDAdam(WireOptimizer):
         permanently. If memory is short: it keeps 20 bytes per parameter, AdamW 8.
 
     Gradient clipping:
-        Under `attach`, gradients are sent before `clip_grad_norm_` sees them, so clipping has no effect. Without
-        `attach`, clipping scales a worker's own gradient, and g̃ follows the mean of the clipped gradients.
+        Use `clip_norm` or `clip_value`. A spike on one rank stays in what all ranks know of it until later messages
+        have corrected it. Under `attach`, `clip_grad_norm_` would come after gradients were sent, and `step()` raises
+        GradientChanged. Without `attach` it works too, and clips this rank's own gradient.
 
     Differences from the paper:
         * Bias correction as in torch's Adam(amsgrad=True), and decoupled weight decay.

@@ -72,6 +72,8 @@ class DistributedLion(WireOptimizer):
         max_consecutive_skips: `step()` raises TooManySkips after this many skipped steps in a row. All ranks skip a
             step if a gradient on any rank is not finite. None: never.
         check_replicas_every: compare a hash of the parameters across all ranks every this many steps; 0 for never.
+        clip_norm: clip this rank's own gradient to this norm, as in `thinwire.Birder`. None: no limit.
+        clip_value: clip each element of this rank's own gradient to [-clip_value, clip_value]. None: no limit.
 
     When not to use it:
         As a first choice: thinwire includes it as a reference. In `thinwire study` Lion ended 5.8 % above AdamW's loss
@@ -80,9 +82,9 @@ class DistributedLion(WireOptimizer):
         written in torch, not as a fused kernel, and takes several passes over memory.
 
     Gradient clipping:
-        A coordinate moves by at most `lr` per step in any case. Under `attach`, gradients are sent before
-        `clip_grad_norm_` sees them, so clipping has no effect. Without `attach`, clipping scales the gradients that
-        enter a worker's momentum.
+        Use `clip_norm` or `clip_value`. A coordinate moves by at most `lr` per step in any case, but a spike dominates
+        its momentum for many steps. Under `attach`, `clip_grad_norm_` would come after gradients were sent, and
+        `step()` raises GradientChanged. Without `attach` it works too, and clips this rank's own gradient.
 
     Differences from the paper:
         * In a tie, the majority is the sign that one worker sent, a different worker at each step. In the paper the

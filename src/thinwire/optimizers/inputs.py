@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire._torch_compat import is_zero_without_memory
+from thinwire._torch_compat import TensorDictionary, is_of_fsdp1, is_zero_without_memory
+from thinwire.errors import GradientChanged
 from thinwire.kernels import ops
 from thinwire.transport.layout import is_dense
 
@@ -27,10 +28,23 @@ def check_parameters(params: Iterable[Tensor]) -> None:
     """
     for p in params:
         if hasattr(p, "__tensor_flatten__"):
+            sharded = type(p).__name__ == "DTensor"
             raise TypeError(
-                f"a parameter of class {type(p).__name__}: kernels need the memory of an ordinary tensor. Expected a "
-                "torch.nn.Parameter that is not sharded or wrapped. With FSDP2, keep your optimizer, and let "
-                "thinwire.compress(model) average gradients"
+                f"a parameter of class {type(p).__name__}: "
+                + (
+                    "this rank has a shard of it, as after fully_shard (FSDP2), and thinwire's optimizers need whole "
+                    'parameters. Keep your torch.optim optimizer, and call thinwire.compress(model, "int4") to '
+                    "average gradients between replicas in compressed form"
+                    if sharded
+                    else "kernels need the memory of an ordinary tensor. Expected a torch.nn.Parameter that is not "
+                    "wrapped"
+                )
+            )
+        if is_of_fsdp1(p):
+            raise TypeError(
+                f"a parameter of shape {tuple(p.shape)} is of FullyShardedDataParallel (FSDP1), which thinwire does "
+                "not support. Use DistributedDataParallel; or use fully_shard (FSDP2), keep your torch.optim "
+                'optimizer, and call thinwire.compress(model, "int4")'
             )
         if p.is_neg():
             raise ValueError(
@@ -42,14 +56,20 @@ def check_parameters(params: Iterable[Tensor]) -> None:
             raise TypeError(f"a parameter of {p.dtype}: expected float32, bfloat16 or float16{hint}")
 
 
-_AVERAGED = "_thinwire_averaged"
-"""An attribute of parameters whose gradients `thinwire.compress` averages: a weak reference to what averages them."""
+_averaged: TensorDictionary = TensorDictionary()
+"""For parameters whose gradients `thinwire.compress` averages, a weak reference to what averages them."""
 
 
 def mark_averaged(params: Iterable[Tensor], by: object) -> None:
     """Record what averages the gradients of these parameters."""
     for p in params:
-        setattr(p, _AVERAGED, weakref.ref(by))
+        _averaged[p] = weakref.ref(by)
+
+
+def unmark_averaged(params: Iterable[Tensor]) -> None:
+    """Record that the gradients of these parameters are no longer averaged."""
+    for p in params:
+        _averaged.pop(p, None)
 
 
 def check_not_averaged(params: Iterable[Tensor]) -> None:
@@ -59,12 +79,12 @@ def check_not_averaged(params: Iterable[Tensor]) -> None:
         RuntimeError: naming the shape of the first one.
     """
     for p in params:
-        reference = getattr(p, _AVERAGED, None)
+        reference = _averaged.get(p)
         if reference is not None and reference() is not None:
             raise RuntimeError(
                 f"thinwire.compress averages the gradients of a parameter of shape {tuple(p.shape)} already, and a "
                 "thinwire optimizer would exchange them again. Use any torch.optim optimizer with compress, or a "
-                "thinwire optimizer without compress"
+                "thinwire optimizer without compress; thinwire.detach(model) ends compress"
             )
 
 
@@ -152,6 +172,37 @@ def gradient_of(p: Tensor) -> Tensor | None:
     if grad.stride() == p.stride() or (grad.is_contiguous() and p.is_contiguous()):
         return grad
     return torch.empty_like(p, dtype=grad.dtype).copy_(grad)
+
+
+_SAMPLE = 16
+
+
+def sample_of(grad: Tensor) -> Tensor:
+    """Copies of a few elements of a gradient, spread over all of it, to notice changes."""
+    count = grad.numel()
+    flat = grad.detach()
+    if is_dense(flat):
+        return flat.as_strided((min(count, _SAMPLE),), (max(1, count // _SAMPLE),)).clone()
+    return flat.reshape(-1)[:: max(1, count // _SAMPLE)][:_SAMPLE].clone()
+
+
+def same_values(one: Tensor, other: Tensor) -> bool:
+    """Whether two samples are equal, NaN included."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+def changed_gradient(parameter: str) -> GradientChanged:
+    """The error for a gradient that was changed too late."""
+    return GradientChanged(
+        f"the gradient of {parameter} was changed between backward and step(), for example by clip_grad_norm_. Under "
+        "thinwire.attach gradients are sent while backward runs, so the change would have no effect, and no rank takes "
+        "this step. To clip gradients, give clip_norm= or clip_value= to the optimizer and remove the other clipping "
+        "(transformers.Trainer clips unless you set max_grad_norm=0: use max_grad_norm=0 and clip_norm=1.0; Lightning: "
+        "gradient_clip_val=None). For other changes use thinwire.attach(model, optimizer, overlap=False), which sends "
+        "gradients in step()"
+    )
 
 
 def check_number(

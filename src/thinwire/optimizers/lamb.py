@@ -72,13 +72,16 @@ class Lamb(WireOptimizer):
         max_consecutive_skips: `step()` raises TooManySkips after this many skipped steps in a row. All ranks skip a
             step if a gradient on any rank is not finite. None: never.
         check_replicas_every: compare a hash of the parameters across all ranks every this many steps; 0 for never.
+        clip_norm: clip this rank's own gradient to this norm, as in `thinwire.Birder`. None: no limit.
+        clip_value: clip each element of this rank's own gradient to [-clip_value, clip_value]. None: no limit.
 
     When not to use it:
         To save bytes: it sends 32 bits per parameter, as DDP does. With ordinary batch sizes AdamW is as good.
 
     Gradient clipping:
-        Under `attach`, gradients are sent before `clip_grad_norm_` sees them, so clipping has no effect. Without
-        `attach`, clipping scales a worker's own gradient before the mean, by a different factor on each rank.
+        Use `clip_norm` or `clip_value`. A spike stays in the averages for many steps. Under `attach`, `clip_grad_norm_`
+        would come after gradients were sent, and `step()` raises GradientChanged. Without `attach` it works too, and
+        clips this rank's own gradient.
 
     Differences from the paper:
         * c is 1 (before clamping) if the weights or the direction are all zero.

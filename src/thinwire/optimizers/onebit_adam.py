@@ -39,7 +39,8 @@ class OneBitAdam(WireOptimizer):
         m ← C( mean_i C(β1 m + (1-β1) g_i + e_i) + ē )        x ← (1 - lr·λ) x - lr · m̂ / (√v̂ + ε)
 
     e_i is the residual of the worker, and ē that of the owner of a shard: what their compressed messages have left out
-    so far. There is one scale per shard of a bucket.
+    so far. There is one scale per shard of a bucket, or one per
+    `scale_block` parameters.
 
     With `warmup_bits=4` the warm-up takes the quantised mean gradient instead of the exact one, at 4.25 bits per
     parameter and direction instead of 32::
@@ -74,6 +75,10 @@ class OneBitAdam(WireOptimizer):
             square over its parameter. A sign moves a row that rarely has a gradient as much as any other; divided by a
             tiny √v̂ it would make huge steps. 0 is the paper's rule.
         maximize: ascend instead of descend.
+        scale_block: the number of parameters that share a scale after the warm-up: a multiple of 64, counted from the
+            start of a shard. A parameter then costs 1 + 32/scale_block bits and direction, such as 1.008 with 4096.
+            None: one scale per shard. Every block is a unit of work, so small blocks take time, and below 1,024 also
+            memory: about 1 kB per block.
         error_dtype: the dtype of all residuals. torch.bfloat16 halves their memory.
         process_group: the ranks that train together; the default group if None.
         topology: "flat", "hierarchical" or "auto", as in `thinwire.Birder`. In a hierarchical topology the node is the
@@ -87,6 +92,8 @@ class OneBitAdam(WireOptimizer):
         max_consecutive_skips: `step()` raises TooManySkips after this many skipped steps in a row. All ranks skip a
             step if a gradient on any rank is not finite. None: never.
         check_replicas_every: compare a hash of the parameters across all ranks every this many steps; 0 for never.
+        clip_norm: clip this rank's own gradient to this norm, as in `thinwire.Birder`. None: no limit.
+        clip_value: clip each element of this rank's own gradient to [-clip_value, clip_value]. None: no limit.
 
     When not to use it:
         When gradients change their magnitude a lot after the warm-up (a new task, a jump of the learning rate): the
@@ -94,12 +101,14 @@ class OneBitAdam(WireOptimizer):
         the loss in the steps after the freeze; if it rises, freeze later or lower the learning rate.
 
     Gradient clipping:
-        Under `attach`, gradients are sent before `clip_grad_norm_` sees them, so clipping has no effect. Without
-        `attach`, clipping scales a worker's own gradient before the mean, by a different factor on each rank.
+        Use `clip_norm` or `clip_value`. The frozen variance does not grow with a spike, which then moves parameters
+        far. Under `attach`, `clip_grad_norm_` would come after gradients were sent, and `step()` raises
+        GradientChanged. Without `attach` it works too, and clips this rank's own gradient.
 
     Differences from the paper:
         * Bias correction as in Adam: of the momentum throughout, of the variance until the freeze.
-        * One scale per shard of a bucket instead of one per model, and decoupled weight decay.
+        * One scale per shard of a bucket, or per block of `scale_block` parameters, instead of one per model; and
+          decoupled weight decay.
         * The variance floor.
         * A coordinate that never had a gradient (v = 0) neither moves nor decays, in the warm-up and after it.
         * After the warm-up, a parameter without a gradient on one worker counts as zeros there. A parameter without a
@@ -125,10 +134,11 @@ class OneBitAdam(WireOptimizer):
         total_steps: int | None = None,
         variance_floor: float = 0.1,
         maximize: bool = False,
+        scale_block: int | None = None,
         error_dtype: torch.dtype = torch.float32,
         **wire: Unpack[WireOptions],
     ) -> None:
-        options = StageOptions(warmup_steps, variance_floor, error_dtype, warmup_bits)
+        options = StageOptions(warmup_steps, variance_floor, error_dtype, warmup_bits, scale_block)
         defaults = adam_defaults(lr, betas, eps, weight_decay, maximize=maximize)
         super().__init__(params, defaults, OneBitAdamRule(options), **wire)
         warn_of_long_warmup(options, total_steps, largest_beta2(self.param_groups))
@@ -146,6 +156,7 @@ class OneBitAdamRule(UpdateRule):
 
     def __init__(self, options: StageOptions) -> None:
         self._options = options
+        self.scale_block = options.scale_block
 
     def check_group(self, group: Group) -> None:
         """See `UpdateRule`."""

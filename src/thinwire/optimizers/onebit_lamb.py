@@ -82,6 +82,7 @@ class OneBitLamb(WireOptimizer):
         factor_max: the largest factor f of a layer after the warm-up.
         factor_threshold: the largest relative change of f in one step.
         maximize: ascend instead of descend.
+        scale_block: the number of parameters that share a scale after the warm-up, as in `thinwire.OneBitAdam`.
         error_dtype: the dtype of all residuals. torch.bfloat16 halves their memory.
         process_group: the ranks that train together; the default group if None.
         topology: "flat", "hierarchical" or "auto", as in `thinwire.Birder`.
@@ -94,14 +95,17 @@ class OneBitLamb(WireOptimizer):
         max_consecutive_skips: `step()` raises TooManySkips after this many skipped steps in a row. All ranks skip a
             step if a gradient on any rank is not finite. None: never.
         check_replicas_every: compare a hash of the parameters across all ranks every this many steps; 0 for never.
+        clip_norm: clip this rank's own gradient to this norm, as in `thinwire.Birder`. None: no limit.
+        clip_value: clip each element of this rank's own gradient to [-clip_value, clip_value]. None: no limit.
 
     When not to use it:
         With ordinary batch sizes: `thinwire.OneBitAdam` and `thinwire.Birder` are simpler, and LAMB's factors gain
         nothing. For short runs, most of which would be warm-up.
 
     Gradient clipping:
-        Under `attach`, gradients are sent before `clip_grad_norm_` sees them, so clipping has no effect. Without
-        `attach`, clipping scales a worker's own gradient before the mean, by a different factor on each rank.
+        Use `clip_norm` or `clip_value`. A spike stays in the momentum and the residuals for many steps. Under `attach`,
+        `clip_grad_norm_` would come after gradients were sent, and `step()` raises GradientChanged. Without `attach` it
+        works too, and clips this rank's own gradient.
 
     Differences from the paper:
         * Bias correction as in Adam. c_avg starts at the first c instead of at zero.
@@ -113,7 +117,8 @@ class OneBitLamb(WireOptimizer):
         * A layer without momentum at the switch has the weight 1. A factor is 1 if the weights or the direction are
           all zero.
         * A coordinate that never had a gradient (v = 0) neither moves nor decays, and does not count in f.
-        * One scale per shard of a bucket. Absent and non-finite gradients are treated as in `thinwire.OneBitAdam`.
+        * One scale per shard of a bucket, or per block of `scale_block` parameters. Absent and non-finite gradients are
+          treated as in `thinwire.OneBitAdam`.
         * A gradient above 2⁶⁰ counts as not finite, because its square would stay in the variance.
         * In a hierarchical topology with a single node, nothing is compressed and the warm-up never ends: it is LAMB.
         * The quantised warm-up of `thinwire.OneBitAdam`, whose residuals are dropped when it ends.
@@ -137,11 +142,12 @@ class OneBitLamb(WireOptimizer):
         factor_max: float = 4.0,
         factor_threshold: float = 0.1,
         maximize: bool = False,
+        scale_block: int | None = None,
         error_dtype: torch.dtype = torch.float32,
         **wire: Unpack[WireOptions],
     ) -> None:
         limits = LayerLimits(min_coeff, max_coeff, factor_min, factor_max, factor_threshold)
-        options = StageOptions(warmup_steps, variance_floor, error_dtype, warmup_bits)
+        options = StageOptions(warmup_steps, variance_floor, error_dtype, warmup_bits, scale_block)
         defaults = adam_defaults(lr, betas, eps, weight_decay, maximize=maximize)
         super().__init__(params, defaults, OneBitLambRule(options, limits), **wire)
         warn_of_long_warmup(options, total_steps, largest_beta2(self.param_groups))
@@ -185,6 +191,7 @@ class OneBitLambRule(UpdateRule):
 
     def __init__(self, options: StageOptions, limits: LayerLimits) -> None:
         self._options = options
+        self.scale_block = options.scale_block
         self._limits = limits
 
     def check_group(self, group: Group) -> None:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypedDict
 
 import torch
@@ -22,13 +23,20 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack  # which torch depends on; typing has it from Python 3.11 on
 
+from thinwire._checks import is_integer
 from thinwire._torch_compat import scale_passed_to_step, unscales_in_step, write_count
+from thinwire.errors import GradientChanged
 from thinwire.kernels.modes import Scale
 from thinwire.metrics import Meter, Metrics
+from thinwire.optimizers import rank_states
 from thinwire.optimizers import state_dict as state_dicts
-from thinwire.optimizers.agreement import describe, require_agreement
+from thinwire.optimizers.agreement import describe, require_agreement, require_same
+from thinwire.optimizers.clipping import Clipping
+from thinwire.optimizers.first_gradients import FirstGradients
+from thinwire.optimizers.group_numbers import GroupNumbers
 from thinwire.optimizers.inputs import (
     LOW_PRECISION,
+    changed_gradient,
     check_frozen,
     check_not_averaged,
     check_parameters,
@@ -37,10 +45,14 @@ from thinwire.optimizers.inputs import (
     gradient_of,
     make_plain,
     refuse_capture,
+    same_values,
+    sample_of,
 )
+from thinwire.optimizers.lone_saves import LoneSaves
 from thinwire.optimizers.rule import Context, RuleEncoder, UpdateRule
-from thinwire.optimizers.safety import ReplicaCheck, Skips
+from thinwire.optimizers.safety import ReplicaCheck, Skips, name_of
 from thinwire.transport import packet
+from thinwire.transport.failures import on_all_ranks
 from thinwire.transport.layout import is_dense
 from thinwire.transport.memory import HOST
 from thinwire.transport.peers import Peers
@@ -61,6 +73,8 @@ class WireOptions(TypedDict, total=False):
     bucket_mb: float | None
     max_consecutive_skips: int | None
     check_replicas_every: int
+    clip_norm: float | None
+    clip_value: float | None
 
 
 @unscales_in_step
@@ -79,8 +93,8 @@ class WireOptimizer(Optimizer):
         params: as in torch.optim.
         defaults: hyper-parameters for groups that do not set their own.
         rule: the update rule, which the paper defines.
-        process_group, topology, mesh, node_dtype, bucket_mb, max_consecutive_skips, check_replicas_every: see
-            `thinwire.Birder`.
+        process_group, topology, mesh, node_dtype, bucket_mb, max_consecutive_skips, check_replicas_every, clip_norm,
+            clip_value: see `thinwire.Birder`.
     """
 
     _built = False
@@ -101,6 +115,8 @@ class WireOptimizer(Optimizer):
         bucket_mb: float | None = None,
         max_consecutive_skips: int | None = 100,
         check_replicas_every: int = 100,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
     ) -> None:
         if bucket_mb is not None and not 0 < bucket_mb < math.inf:
             raise ValueError(f"bucket_mb={bucket_mb!r}: expected a positive number, in megabytes of fp32 gradient")
@@ -111,6 +127,10 @@ class WireOptimizer(Optimizer):
         self._node_dtype = node_dtype
         self._skips = Skips(max_consecutive_skips, averaging=not rule.moves_parameters)
         self._replica_check = ReplicaCheck(check_replicas_every)
+        self._lone_saves = LoneSaves()
+        self._clipping = Clipping(clip_norm, clip_value)
+        self._first_gradients = FirstGradients(due=rule.moves_parameters)
+        self._group_numbers = GroupNumbers()
         self._peers = Peers.of(process_group)
         self._topology = choose(topology, mesh, self._peers)
         self._meter = Meter()
@@ -158,7 +178,7 @@ class WireOptimizer(Optimizer):
 
     def _settings(self) -> dict[str, Any]:
         buckets = {"bucket_mb": self._bucket_mb} if self._rule.records_buckets else {}
-        return {**buckets, **self._rule.settings()}
+        return {**buckets, **self._clipping.settings(), **self._rule.settings()}
 
     # Layout and state, made at construction --------------------------------------------------------------------------
 
@@ -184,19 +204,34 @@ class WireOptimizer(Optimizer):
 
     def _build(self) -> None:
         # A parameter that is frozen now is in no packet. One that is frozen later simply has no gradient.
-        held = [(p, i) for i, group in enumerate(self.param_groups) for p in group["params"] if p.requires_grad]
+        self._frozen = [p for group in self.param_groups for p in group["params"] if not p.requires_grad]
+        self._allocate()
+
+    def _follow_parameters(self) -> None:
+        """Before the first step, allocate everything again if parameters were moved or converted in the meantime.
+
+        Frameworks move a model to its device after the optimizer was made.
+        """
+        if self._agreed or self._step_count > 0 or [form_of(p) for p in self._flat_params] == self._forms:
+            return
+        check_parameters(self._flat_params)
+        self._allocate()
+
+    def _allocate(self) -> None:
+        frozen = set(self._frozen)
+        held = [(p, i) for i, group in enumerate(self.param_groups) for p in group["params"] if p not in frozen]
         devices = {p.device for p, _ in held}
         if len(devices) > 1:
             names = ", ".join(sorted(map(str, devices)))
             raise ValueError(f"parameters on devices {names}: an optimizer needs all its parameters on one device")
         device = devices.pop() if devices else torch.device("cpu")
-        self._frozen = [p for group in self.param_groups for p in group["params"] if not p.requires_grad]
         self._session = session = Session(
             [p.numel() for p, _ in held],
             device,
             self._peers,
             self._topology,
             bucket_mb=self._bucket_mb,
+            buckets=self._rule.buckets,
             node_dtype=self._node_dtype,
             meter=self._meter,
         )
@@ -205,6 +240,7 @@ class WireOptimizer(Optimizer):
         """The parameters that take part, in the order of the flat space."""
         self._context = Context(session, self._flat_params, [held[slot.index][1] for slot in slots], self.param_groups)
         compressors, self._flat_state = self._rule.bind(self._context)
+        self._flat_state.include(self._clipping.bind(session.layout, session.kernels))
         session.open_channels(compressors)
         self._encoder = RuleEncoder(self._rule)
         self._state_of: list[Tensors] = self._context.state_of
@@ -235,19 +271,22 @@ class WireOptimizer(Optimizer):
         """
         if self._session.connected and names is None:
             return
+        self._follow_parameters()
         if self._closed:
-            attached = "that was attached " if self._rule.moves_parameters else ""
             raise RuntimeError(
-                f"this {self._title} is closed: make a new one, and load the state_dict() of this one. A model "
-                f"{attached}needs a new DistributedDataParallel around its module"
+                f"this {self._title} is closed: make a new one, and load the state_dict() of this one. Call "
+                "thinwire.detach(model) first, if a model was given to thinwire.attach or thinwire.compress"
             )
         self._peers.check_initialized_first()
         if self._rule.moves_parameters:
             check_not_averaged(self._flat_params)
         self._names = names or self._names
+        if names is not None:
+            self._first_gradients.due = False  # DDP no longer averages them
         state_dicts.check_unchanged(self, thoroughly=True)
         name = require_agreement(self._peers, describe(self, self._names))
         self._agreed = True
+        self._group_numbers.restart()
         if self._topology.problem is not None:
             raise ValueError(self._topology.problem)
         if not self._session.connected:
@@ -274,10 +313,15 @@ class WireOptimizer(Optimizer):
     def _begin_step(self) -> None:
         """Start a new step, and discard what was encoded for the last one."""
         context, rule = self._context, self._rule
+        self._states_of_others: list[rank_states.States] | None = None
+        """What `consolidate_state_dict` gathered on this rank, until the state changes."""
         context.groups = self.param_groups
         context.step = int(self._step_count) + 1
         for numbers in self._flat_state.numbers:
             numbers.read()
+        self._watched: dict[int, tuple[int, int, Tensor]] = {}
+        """By position, the memory of a gradient that backward has completed, how often it was written to, a sample."""
+        self._clipping.begin_step()
         rule.begin_step()
         self._session.begin_step(
             context.step, rule.channel(), flags=rule.first_flags(), earlier=rule.earlier_presence()
@@ -299,6 +343,7 @@ class WireOptimizer(Optimizer):
 
     def _take_step(self, scale: Scale) -> None:
         """Encode what is not encoded yet, with gradients times `scale`; exchange, and apply the answers."""
+        self._follow_parameters()
         rule, session = self._rule, self._session
         self._context.groups = self.param_groups
         check_rates_on_host(self.param_groups)
@@ -312,13 +357,22 @@ class WireOptimizer(Optimizer):
         gradients = [gradient_of(self._flat_params[position]) for position in rest]
         self._prepare()
         self._read_outcomes()
-        with session.transport.abort_on_error():
+        if self._first_gradients.due:
+            self._first_gradients.compare(self._peers, self._flat_params, gradients, self._context.step)
+        session.transport.agreed = self._group_numbers.note(self._context.step, self.param_groups)
+        with self._naming_differences(), session.transport.abort_on_error():
             for position, grad in zip(rest, gradients, strict=True):
                 self._encode(position, grad, scale)
+            changed = self._changed_gradient()
+            if changed is not None:
+                # Raised after the exchange, on all ranks, because the others may not have changed theirs.
+                session.transport.refuse(changed)
             together = rule.skips_together
             seen = session.wait(defer=rule.defers)
             flags = rule.settle(seen)
             session.transport.check_refusal()
+            if together:
+                self._group_numbers.confirm()
             # A rule may take a step all the same, or learn of other ranks' gradients only when it settles.
             self._overflowed = bool((seen | flags) & packet.NONFINITE)
             if flags & packet.NONFINITE:
@@ -329,6 +383,7 @@ class WireOptimizer(Optimizer):
                     session.gate(len(self._flat_params))
                     rule.after_apply()
             rule.end_step()
+            self._clipping.end_step()
             self._write_numbers()
             self._meter.steps += 1
             self._step_count += 1
@@ -338,6 +393,29 @@ class WireOptimizer(Optimizer):
         if together and not session.deferred:
             self._skips.note(int(self._step_count), skipped=self._overflowed)
         self._replica_check.after(self, int(self._step_count))
+
+    def _watch(self, position: int) -> None:
+        """Note the gradient that backward has accumulated. Called by `attach` before `_encode_early`.
+
+        In the first step gradients are not encoded early. They are noted all the same: a change that would be without
+        effect in the second step must not have one in the first.
+        """
+        grad = self._flat_params[position].grad
+        if grad is not None:
+            self._watched[position] = grad.data_ptr(), write_count(grad), sample_of(grad)
+
+    def _changed_gradient(self) -> GradientChanged | None:
+        """The error for the first gradient that was changed, or replaced by another one, since backward completed it.
+
+        A write that changes nothing is none: to log the norm, transformers.Trainer clips to infinity.
+        """
+        for position, (address, writes, sample) in self._watched.items():
+            grad = self._flat_params[position].grad
+            if grad is None or (grad.data_ptr() == address and write_count(grad) == writes):
+                continue
+            if not same_values(sample, sample_of(grad)):
+                return changed_gradient(name_of(self, position))
+        return None
 
     def _encode_early(self, position: int, scale: Scale) -> None:
         """Encode one parameter's gradient before `step()` does. Called by `attach` during backward."""
@@ -354,16 +432,19 @@ class WireOptimizer(Optimizer):
         p = self._flat_params[position]
         if form_of(p) != self._forms[position]:
             raise RuntimeError(
-                f"a parameter is {form_of(p)}, but was {self._forms[position]} when the optimizer was made. Convert "
-                "the model first, and then make the optimizer"
+                f"a parameter is {form_of(p)}, but was {self._forms[position]} in the first step, or when it was "
+                "attached. Convert the model first, and then attach or make the optimizer"
             )
+        if grad is not None and self._clipping.clips:
+            with self._meter.stage:
+                grad, scale = self._clipping.clip(position, grad, scale)
         self._session.encode(position, grad, scale, self._encoder)
 
     def _apply_all(self) -> None:
         parts_of = self._session.channel.buffers.parts
         for position in self._rule.present():
             p = self._flat_params[position]
-            dense = p if is_dense(p) or not self._rule.moves_parameters else p.contiguous()
+            dense = p if not self._rule.moves_parameters or is_dense(p) else p.contiguous()
             master = self._state_of[position].get("master")
             x, low = (dense, None) if master is None else (master, dense)
             self._session.gate(position)
@@ -382,7 +463,20 @@ class WireOptimizer(Optimizer):
         with self._session.transport.abort_on_error():
             self._session.encode_rest(self._encoder)
         self._read_outcomes()
-        self._session.transport.wait()
+        # As step() on another rank, if that is what completes the exchange there.
+        self._session.transport.agreed = self._group_numbers.note(self._context.step, self.param_groups)
+        with self._naming_differences():
+            self._session.transport.wait()
+
+    @contextmanager
+    def _naming_differences(self) -> Iterator[None]:
+        """If ranks find that the numbers of their parameter groups differ, raise an error that names the first."""
+        try:
+            yield
+        except packet.Disagreement as found:
+            if self._session.side is not None:
+                raise  # the host learns of it later, and not at the same point of all programs
+            self._group_numbers.raise_difference(self._peers, found)
 
     # Replicas --------------------------------------------------------------------------------------------------------
 
@@ -408,8 +502,9 @@ class WireOptimizer(Optimizer):
         if self.is_synchronized:
             return
         self._prepare()
-        with self._session.transport.abort_on_error():
+        with self._naming_differences(), self._session.transport.abort_on_error():
             self._rule.synchronize(self._apply_all)
+            self._group_numbers.confirm()
             self._write_numbers()
             self._begin_step()
 
@@ -459,11 +554,74 @@ class WireOptimizer(Optimizer):
         self._read_outcomes()
         return self._meter.read(mean_abs_vote=self._rule.mean_abs_vote(), contraction=self._rule.contraction())
 
+    # Saving ----------------------------------------------------------------------------------------------------------
+
     def state_dict(self) -> dict[str, Any]:
-        """As in torch.optim."""
+        """As in torch.optim. Each rank has its own state, so every rank must save, unless `consolidate_state_dict` was
+        called.
+
+        With several ranks, an entry under which each rank has its own values is a dict: `{"rank1": tensor}`. So
+        torch.distributed.checkpoint saves the tensors of all ranks.
+
+        Raises:
+            RuntimeError: between backward and `step()`, if gradients have already been sent; also if replicas differ,
+                between the local steps of `thinwire.ZeroOneAdam`.
+        """
+        saved = self._state_of_this_rank()
+        if self._peers.size == 1:
+            return saved
+        if not self.is_synchronized:
+            raise RuntimeError(
+                f"state_dict() between two synchronizations of {self._title}: ranks have taken local steps, so their "
+                "weights differ, and a model saved now is that of one rank. Call synchronize() on all ranks first. "
+                "consolidate_state_dict() and thinwire.checkpoint.save() do it themselves"
+            )
+        saved["state"] = rank_states.split(saved["state"], self._flat_state, self._peers)
+        if self._states_of_others is not None:
+            saved["state"] = rank_states.merge(saved["state"], self._states_of_others)
+        elif self._flat_state.names_of_rank():
+            self._lone_saves.note(self._peers.rank)
+        return saved
+
+    def _state_of_this_rank(self) -> dict[str, Any]:
+        """The state dict of this rank, not divided by rank, even if replicas differ."""
         saved = super().state_dict()
         self._rule.before_save(saved)
         return saved
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Gather the states of all ranks on rank `to`. Call it on all ranks, after `step()`.
+
+        Until the next step, `state_dict()` on rank `to` returns the states of all ranks. Every rank can load its own
+        from it, exactly. Lightning calls this method before it saves. Replicas that differ are synchronized first, so
+        save the model after this call.
+
+        Args:
+            to: a rank of the optimizer's process group; the same on all ranks. It needs memory for all states.
+
+        Raises:
+            ValueError: on every rank, if `to` is not a rank.
+            RuntimeError: on every rank, if any is between backward and `step()`, or if they disagree on `to`.
+            PeerLost: if a rank does not call it.
+        """
+        peers, stage = self._peers, "the states of all ranks"
+
+        def check() -> None:
+            if not is_integer(to, 0, peers.size - 1):
+                raise ValueError(f"to={to!r}: expected a rank, from 0 to {peers.size - 1}")
+            state_dicts.check_saveable(self)
+
+        on_all_ranks(peers, check)
+        if peers.size == 1:
+            return
+        seen = peers.gather((to, self.is_synchronized), stage)
+        require_same("the rank `to` of consolidate_state_dict()", [repr(each) for each, _ in seen])
+        require_same("whether local steps were taken since they were synchronized", [repr(each) for _, each in seen])
+        self.synchronize()
+        own = rank_states.split(self._state_of_this_rank()["state"], self._flat_state, peers)
+        gathered = peers.gather_on(to, rank_states.of_rank(own) if peers.rank != to else None, stage)
+        if gathered is not None:
+            self._states_of_others = [states for states in gathered if states is not None]
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(

@@ -106,7 +106,7 @@ def load(optimizer: WireOptimizer, joined: JoinedState) -> None:
     """
     target = copy_for(optimizer, optimizer._peers, optimizer._topology, optimizer._bucket_mb)
     joined.copy_to(target)
-    optimizer.load_state_dict(target.state_dict())
+    optimizer.load_state_dict(target._state_of_this_rank())
 
 
 def copy_for(optimizer: WireOptimizer, peers: Peers, topology: Topology, bucket_mb: float | None) -> WireOptimizer:
@@ -120,7 +120,7 @@ def copy_for(optimizer: WireOptimizer, peers: Peers, topology: Topology, bucket_
     made._loading, made._built, made._agreed = [], False, False
     made._at_close, made._after_step, made._meter = [], [], Meter()
     made._rule = copy.copy(optimizer._rule)
-    made._skips = copy.copy(optimizer._skips)
+    made._skips, made._clipping = copy.copy(optimizer._skips), copy.copy(optimizer._clipping)
     made._step_count = torch.zeros_like(optimizer._step_count)
     # Detached views, because requires_grad must be as it was when the optimizer was made, not as it is now.
     held = set(optimizer._flat_params)

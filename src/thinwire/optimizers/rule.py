@@ -83,6 +83,10 @@ class UpdateRule(abc.ABC):
 
     state_depends_on_buckets = False
     """Whether the state depends on how the flat space is cut into buckets."""
+    buckets = 4
+    """About how many buckets there are, unless the user chooses their size; see `bucket_elements`."""
+    scale_block: int | None = None
+    """The number of elements that share a scale, if the state has scales of blocks."""
     records_buckets = False
     """Whether a state dict records `bucket_mb` among the settings that a run should be resumed with."""
     moves_parameters = True

@@ -73,7 +73,7 @@ class Skips:
 
 
 class ReplicaCheck:
-    """Compares a 64-bit hash of all parameters across ranks.
+    """Compares a 64-bit hash of all parameters across ranks, and whether all ranks made state dicts since then.
 
     Args:
         every: the number of steps between two comparisons; 0 for never.
@@ -97,16 +97,22 @@ class ReplicaCheck:
         if not self.every or step % self.every or optimizer._peers.size == 1:
             return
         checksums = [_checksum_of(optimizer, position) for position in range(len(optimizer._flat_params))]
-        digest = hashlib.blake2b(struct.pack(f"<{len(checksums)}Q", *checksums), digest_size=8).digest()
-        peers, stage = optimizer._peers, "the checksums of replicas"
+        peers, stage, saves = optimizer._peers, "the checksums of replicas", optimizer._lone_saves
+        # One number for both comparisons: both are rarely unequal.
+        numbers = struct.pack(f"<{len(checksums) + 1}Q", saves.count > 0, *checksums)
+        digest = int.from_bytes(hashlib.blake2b(numbers, digest_size=8).digest(), "little", signed=True)
         try:
-            if len(set(peers.gather_integer(int.from_bytes(digest, "little", signed=True), stage, step))) > 1:
-                self._raise_difference(optimizer, step, peers.gather(checksums, stage, step))
+            if len(set(peers.gather_integer(digest, stage, step))) == 1:
+                saves.count = 0
+                return
+            of_ranks = peers.gather((checksums, saves.count), stage, step)
         except PeerLost as lost:
             optimizer._session.transport.abort(lost)
             raise
+        self._check_equal(optimizer, step, [checksums for checksums, _ in of_ranks])
+        saves.compare([count for _, count in of_ranks], peers.rank)
 
-    def _raise_difference(self, optimizer: WireOptimizer, step: int, of_ranks: list[list[int]]) -> None:
+    def _check_equal(self, optimizer: WireOptimizer, step: int, of_ranks: list[list[int]]) -> None:
         # The flat order is the reverse of the optimizer's. Report the first parameter in the optimizer's order.
         for position in reversed(range(len(of_ranks[0]))):
             holders: dict[int, list[int]] = defaultdict(list)
@@ -115,13 +121,13 @@ class ReplicaCheck:
             if len(holders) > 1:
                 parties = ", another on ".join(name_ranks(ranks) for ranks in sorted(holders.values(), key=len))
                 raise ReplicasDiffer(
-                    f"after step {step} {_name_of(optimizer, position)} differs between ranks: one value on {parties}. "
+                    f"after step {step} {name_of(optimizer, position)} differs between ranks: one value on {parties}. "
                     "Code other than the optimizer wrote to it, or memory is faulty. Resume from a checkpoint"
                 )
-        raise AssertionError("hashes differ, but no checksum does")
 
 
-def _name_of(optimizer: WireOptimizer, position: int) -> str:
+def name_of(optimizer: WireOptimizer, position: int) -> str:
+    """The name of a parameter in messages: its own, or its index."""
     name = optimizer._names.get(optimizer._flat_params[position])
     return f"parameter {optimizer._session.layout.slots[position].index}" if name is None else f"parameter {name!r}"
 

@@ -94,6 +94,8 @@ class SketchedAMSGrad(WireOptimizer):
         max_consecutive_skips: `step()` raises TooManySkips after this many skipped steps in a row. All ranks skip a
             step if a gradient on any rank is not finite. None: never.
         check_replicas_every: compare a hash of the parameters across all ranks every this many steps; 0 for never.
+        clip_norm: clip this rank's own gradient to this norm, as in `thinwire.Birder`. None: no limit.
+        clip_value: clip each element of this rank's own gradient to [-clip_value, clip_value]. None: no limit.
 
     When not to use it:
         When a step must be fast: nothing can be sent before all gradients are known, so backward does not hide the
@@ -104,8 +106,9 @@ class SketchedAMSGrad(WireOptimizer):
         of rows without gradients.
 
     Gradient clipping:
-        Under `attach`, gradients are sent before `clip_grad_norm_` sees them, so clipping has no effect. Without
-        `attach`, clipping scales a worker's own gradient.
+        Use `clip_norm` or `clip_value`. The variance never falls after a spike, so later steps stay small. Under
+        `attach`, `clip_grad_norm_` would come after gradients were sent, and `step()` raises GradientChanged. Without
+        `attach` it works too, and clips this rank's own gradient.
 
     Differences from the paper:
         * v is updated on I only, by the exact mean gradient. This is the consistent reading of the paper.

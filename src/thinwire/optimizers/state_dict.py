@@ -2,7 +2,7 @@
 
 torch casts every loaded state tensor to its parameter's dtype, which would round the fp32 state of bf16 parameters and
 break packed words. Its public hooks let us remove the tensors before the cast and copy them, unchanged, into the state
-that exists since construction. Each rank has its own state and saves it.
+that exists since construction. Each rank has its own state; see `thinwire.optimizers.rank_states`.
 
 Everything is checked before anything is changed: a state dict that is rejected leaves the optimizer unchanged.
 """
@@ -10,9 +10,9 @@ Everything is checked before anything is changed: a state dict that is rejected 
 from __future__ import annotations
 
 import copy
+import json
 import math
 import operator
-import warnings
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -21,7 +21,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from thinwire._callers import warn_user
 from thinwire._checks import INT64_MAX
+from thinwire.optimizers import rank_states
+from thinwire.optimizers.clipping import SHARE
 from thinwire.optimizers.inputs import make_plain
 from thinwire.transport.memory import HOST
 from thinwire.transport.state import Tensors
@@ -29,7 +32,10 @@ from thinwire.transport.state import Tensors
 if TYPE_CHECKING:
     from thinwire.optimizers.optimizer import WireOptimizer
 
-LABELS = ("wire_class", "wire_world_size", "wire_topology", "wire_buckets", "wire_rank", "wire_settings")
+LABELS = (
+    *("wire_class", "wire_world_size", "wire_topology", "wire_buckets", "wire_rank", "wire_settings"),
+    *("wire_nodes", "wire_bucket_mb"),
+)
 """Entries of every parameter group that identify its run and rank. They are in the groups because tools that take state
 dicts apart and reassemble them (DCP, Accelerate) keep only the groups and the parameters' state."""
 
@@ -41,19 +47,22 @@ def label(optimizer: WireOptimizer, group: dict[str, Any]) -> None:
     """Write the labels of this optimizer into a group."""
     peers, topology = optimizer._peers, str(optimizer._topology)
     name, settings = optimizer._title, optimizer._settings_text()
-    values = (name, peers.size, topology, _buckets(optimizer), peers.rank, settings)
+    nodes = json.dumps(optimizer._topology.nodes)
+    values = (name, peers.size, topology, _buckets(optimizer), peers.rank, settings, nodes, optimizer._bucket_mb)
     group.update(zip(LABELS, values, strict=True))
 
 
 def _buckets(optimizer: WireOptimizer) -> str:
     # Slices are parts of buckets.
     cut = optimizer._rule.state_depends_on_buckets or optimizer._topology.slices > 1
-    return f"bucket_mb={optimizer._bucket_mb}" if cut else "any"
+    block = optimizer._rule.scale_block
+    blocks = "" if block is None else f", scale_block={block}"
+    return f"bucket_mb={optimizer._bucket_mb}{blocks}" if cut else "any"
 
 
 def install(optimizer: WireOptimizer) -> None:
     """Register the hooks."""
-    optimizer.register_state_dict_pre_hook(_before_state_dict)
+    optimizer.register_state_dict_pre_hook(check_saveable)
     optimizer.register_load_state_dict_pre_hook(_before_load)
     optimizer.register_load_state_dict_post_hook(_after_load)
 
@@ -118,8 +127,14 @@ def _changed(optimizer: WireOptimizer, what: str) -> RuntimeError:
     )
 
 
-def _before_state_dict(registered: Optimizer) -> None:
+def check_saveable(registered: Optimizer) -> None:
+    """Check that the state is that of a whole number of steps.
+
+    Raises:
+        RuntimeError: while an exchange is under way, or if the user has replaced entries of the state.
+    """
     optimizer = cast("WireOptimizer", registered)
+    optimizer._follow_parameters()
     optimizer._read_outcomes()
     if any(optimizer._session.encoded):
         raise RuntimeError(
@@ -170,12 +185,22 @@ def _plan(
     optimizer: WireOptimizer, state_dict: dict[str, Any]
 ) -> tuple[list[dict[str, Any]], list[tuple[Tensor, Tensor]]]:
     """The groups to load, and pairs of a state tensor and the tensor to copy into it."""
-    states, groups = _checked_parts(state_dict)
+    optimizer._follow_parameters()
+    saved_states, groups = _checked_parts(state_dict)
     if not groups:
         raise ValueError("the state dict has no parameter groups")
     saved_sizes, sizes = ([len(group["params"]) for group in of] for of in (groups, optimizer.param_groups))
     for group in groups:
         _check_label(optimizer, group)
+    ranks = rank_states.ranks_in(saved_states)
+    if ranks:
+        rank_states.check_steps(saved_states)
+        states, others = rank_states.select(saved_states, ranks, optimizer._peers)
+    else:
+        states, labels = saved_states, [group.get("wire_rank") for group in groups]
+        others = [rank for rank in labels if rank != optimizer._peers.rank]
+    _check_rank(optimizer, others)
+    _check_settings(optimizer, groups[0])
     if saved_sizes != sizes:
         raise ValueError(
             f"the state dict has parameter groups of {saved_sizes} parameters, this {optimizer._noun} of {sizes}"
@@ -215,14 +240,15 @@ def _checked_parts(state_dict: dict[str, Any]) -> tuple[dict[Any, Any], list[dic
 
 
 def _check_label(optimizer: WireOptimizer, group: dict[str, Any]) -> None:
-    name, size, topology, buckets, rank, settings = (group.get(entry) for entry in LABELS)
+    name, size, topology, buckets = (group.get(entry) for entry in LABELS[:4])
     own, this, peers = optimizer._title, f"this {optimizer._noun}", optimizer._peers
     if name != own:
         raise ValueError(f"the state dict is of {name or 'another optimizer'}, this is {own}")
     if size != peers.size:
         raise ValueError(
             f"the state dict is of {size} ranks, this run has {peers.size}: each rank has its own state, so "
-            "resume with as many ranks as were saved"
+            "resume with as many ranks as were saved, or combine the states of all ranks with "
+            "thinwire.checkpoint.load_state_dict(..., on_mismatch='average')"
         )
     if topology != str(optimizer._topology):
         raise ValueError(
@@ -232,24 +258,36 @@ def _check_label(optimizer: WireOptimizer, group: dict[str, Any]) -> None:
     if buckets != _buckets(optimizer):
         raise ValueError(
             f"the state dict is of {buckets}, {this} has {_buckets(optimizer)}: a rank's state "
-            "belongs to shards or slices of buckets, so resume with the bucket_mb that was saved"
+            "belongs to shards or slices of buckets, so resume with the bucket_mb that was saved, and its scale_block"
         )
-    if rank != peers.rank and optimizer._flat_state.owned:
+
+
+def _check_settings(optimizer: WireOptimizer, group: dict[str, Any]) -> None:
+    settings, own = group.get("wire_settings"), optimizer._settings_text()
+    if settings != own:
+        _warn(f"the state was saved with {settings}, this {optimizer._noun} has {own}")
+
+
+def _check_rank(optimizer: WireOptimizer, others: Sequence[object]) -> None:
+    """Reject the state of other ranks, or warn if it can be used."""
+    state, own = optimizer._flat_state, optimizer._peers.rank
+    if not others or not state.names_of_rank():
+        return
+    other = others[0]
+    advice = (
+        "call consolidate_state_dict() on all ranks before one of them saves, or let each rank save and load its own, "
+        "with thinwire.checkpoint or torch.distributed.checkpoint"
+    )
+    if state.owned:
         raise ValueError(
-            f"the state of rank {rank} is loaded on rank {peers.rank}: {own} keeps state for the shards that a "
-            "rank owns, and each rank owns different shards. Save and load one state dict per rank, or use "
-            "thinwire.checkpoint"
+            f"the state of rank {other} is loaded on rank {own}: {optimizer._title} keeps state for the shards that a "
+            f"rank owns, and each rank owns different shards. To save a state that every rank can load, {advice}"
         )
-    if rank != peers.rank:
-        _warn(f"the state of rank {rank} is loaded on rank {peers.rank}: save and load one state dict per rank")
-    own_settings = optimizer._settings_text()
-    if settings != own_settings:
-        _warn(f"the state was saved with {settings}, {this} has {own_settings}")
+    _warn(f"the state of rank {other} is loaded on rank {own}: {advice}")
 
 
 def _warn(what: str) -> None:
-    message = f"{what}. Training continues, but not as if it had never stopped."
-    warnings.warn(message, RuntimeWarning, stacklevel=7)
+    warn_user(f"{what}. Training continues, but not as if it had never stopped.")
 
 
 def _check_group(optimizer: WireOptimizer, i: int, group: dict[str, Any]) -> None:
@@ -266,7 +304,8 @@ def _check_group(optimizer: WireOptimizer, i: int, group: dict[str, Any]) -> Non
 
 def _pairs(optimizer: WireOptimizer, i: int, saved: Any, kept: Tensors) -> dict[str, tuple[Tensor, Tensor]]:
     """For each state entry of a parameter, the tensor that is kept and the tensor to copy into it."""
-    if not isinstance(saved, dict) or saved.keys() != kept.keys():
+    # A run may be resumed with or without clip_norm, after a warning about its settings.
+    if not isinstance(saved, dict) or (saved.keys() ^ kept.keys()) - {SHARE}:
         asked = (
             "Was the parameter frozen, or of another dtype, when the state was saved?"
             if optimizer._rule.moves_parameters
@@ -278,6 +317,8 @@ def _pairs(optimizer: WireOptimizer, i: int, saved: Any, kept: Tensors) -> dict[
         )
     pairs: dict[str, tuple[Tensor, Tensor]] = {}
     for name, own in kept.items():
+        if name not in saved:
+            continue
         value = saved[name]
         if (
             isinstance(value, (int, float))

@@ -15,7 +15,7 @@ from torch import Tensor
 from thinwire._checks import INT64_MAX, is_integer
 from thinwire.compressors.scaled_sign import ScaledSign
 from thinwire.kernels.modes import Scale
-from thinwire.optimizers.adam import DENSE, SIGNS, AdamMoments, check_error_dtype, check_floor
+from thinwire.optimizers.adam import DENSE, SIGNS, AdamMoments, check_error_dtype, check_floor, check_scale_block
 from thinwire.optimizers.mean_gradient import MeanGradient, check_warmup_bits
 from thinwire.optimizers.rule import Context, Group
 from thinwire.transport.buffers import Part
@@ -159,11 +159,13 @@ class StageOptions:
     variance_floor: float
     error_dtype: torch.dtype
     warmup_bits: int | None
+    scale_block: int | None
 
     def __post_init__(self) -> None:
         check_error_dtype(self.error_dtype)
         check_floor(self.variance_floor)
         check_warmup_bits(self.warmup_bits)
+        check_scale_block(self.scale_block)
 
     def settings(self) -> dict[str, Any]:
         """See `UpdateRule`."""
@@ -172,6 +174,7 @@ class StageOptions:
             "warmup_bits": self.warmup_bits,
             "variance_floor": self.variance_floor,
             "error_dtype": str(self.error_dtype),
+            **({} if self.scale_block is None else {"scale_block": self.scale_block}),
         }
 
 
@@ -217,8 +220,10 @@ class DenseThenSigns:
                 options.error_dtype,
                 memory,
                 keep_previous=keep_previous_answer,
+                scale_block=options.scale_block,
             )
             state.include(self.signs.state())
+            state.differing.append("m")
             self.compressors[SIGNS] = self.signs
 
     @property

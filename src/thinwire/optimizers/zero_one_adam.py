@@ -25,6 +25,7 @@ from thinwire.optimizers.adam import (
     check_adam_group,
     check_error_dtype,
     check_floor,
+    check_scale_block,
     correction,
     signed,
 )
@@ -94,6 +95,7 @@ class ZeroOneAdam(WireOptimizer):
         local_step_scaler: the interval between synchronizations doubles every this many steps after `var_freeze_step`.
         local_step_clipper: the longest interval between synchronizations.
         maximize: ascend instead of descend.
+        scale_block: the number of parameters that share a scale of signs, as in `thinwire.OneBitAdam`.
         error_dtype: the dtype of all residuals; the worker's also holds u_i. torch.bfloat16 halves their memory. Use
             it only with a small `local_step_clipper`: steps below 1/512 of u_i would be lost.
         process_group: the ranks that train together; the default group if None.
@@ -108,6 +110,8 @@ class ZeroOneAdam(WireOptimizer):
         max_consecutive_skips: `step()` raises TooManySkips after this many steps in a row that all ranks skipped
             because a gradient on some rank was not finite. None: never.
         check_replicas_every: compare a hash of the parameters across all ranks every this many steps; 0 for never.
+        clip_norm: clip this rank's own gradient to this norm, as in `thinwire.Birder`. None: no limit.
+        clip_value: clip each element of this rank's own gradient to [-clip_value, clip_value]. None: no limit.
 
     When not to use it:
         When replicas must be equal at every step: batch-norm statistics, and evaluation or sampling in the training
@@ -116,8 +120,9 @@ class ZeroOneAdam(WireOptimizer):
         `thinwire.Birder`.
 
     Gradient clipping:
-        Under `attach`, gradients are sent before `clip_grad_norm_` sees them, so clipping has no effect. Without
-        `attach`, clipping scales a worker's own gradient, by a different factor on each rank.
+        Use `clip_norm` or `clip_value`. The frozen variance does not grow with a spike, which then moves parameters
+        far. Under `attach`, `clip_grad_norm_` would come after gradients were sent, and `step()` raises
+        GradientChanged. Without `attach` it works too, and clips this rank's own gradient.
 
     Differences from the paper:
         * Bias correction as in Adam: of the variance by the number of its updates until the freeze, of the momentum
@@ -127,8 +132,8 @@ class ZeroOneAdam(WireOptimizer):
         * The sum of steps is kept before the division by √v̂ + ε, in the same buffer as the residual.
         * If learning rates fall by more than 1 % from one interval to the next, residuals shrink with them. Residuals
           are multiples of the earlier learning rates, and u / Σα would turn them into a large momentum.
-        * One scale per shard of a bucket, and the variance floor. A coordinate without a gradient up to the freeze
-          (v = 0) does not move.
+        * One scale per shard of a bucket, or per block of `scale_block` parameters, and the variance floor. A
+          coordinate without a gradient up to the freeze (v = 0) does not move.
         * Gradients that are not finite: before the freeze, all workers skip the step. After it, a worker skips its
           local step alone. All workers skip a synchronizing step if no local steps came before it; otherwise they take
           it without the non-finite elements.
@@ -152,6 +157,7 @@ class ZeroOneAdam(WireOptimizer):
         local_step_scaler: int = 1000,
         local_step_clipper: int = 16,
         maximize: bool = False,
+        scale_block: int | None = None,
         error_dtype: torch.dtype = torch.float32,
         **wire: Unpack[WireOptions],
     ) -> None:
@@ -161,7 +167,7 @@ class ZeroOneAdam(WireOptimizer):
             "local_step_scaler": local_step_scaler,
             "local_step_clipper": local_step_clipper,
         }
-        rule = ZeroOneAdamRule(schedule, warmup_bits, variance_floor, error_dtype)
+        rule = ZeroOneAdamRule(schedule, warmup_bits, variance_floor, error_dtype, scale_block)
         super().__init__(params, adam_defaults(lr, betas, eps, weight_decay, maximize=maximize), rule, **wire)
 
 
@@ -170,7 +176,7 @@ class ZeroOneAdamRule(UpdateRule):
 
     Args:
         schedule: the numbers of steps among the arguments of `ZeroOneAdam`, by name.
-        warmup_bits, variance_floor, error_dtype: as in `ZeroOneAdam`.
+        warmup_bits, variance_floor, error_dtype, scale_block: as in `ZeroOneAdam`.
 
     Raises:
         ValueError: naming the argument.
@@ -181,7 +187,12 @@ class ZeroOneAdamRule(UpdateRule):
     has_local_steps = True
 
     def __init__(
-        self, schedule: dict[str, int], warmup_bits: int | None, variance_floor: float, error_dtype: torch.dtype
+        self,
+        schedule: dict[str, int],
+        warmup_bits: int | None,
+        variance_floor: float,
+        error_dtype: torch.dtype,
+        scale_block: int | None,
     ) -> None:
         for name, value in schedule.items():
             if not is_integer(value, 1, INT64_MAX):
@@ -195,10 +206,12 @@ class ZeroOneAdamRule(UpdateRule):
         check_error_dtype(error_dtype)
         check_floor(variance_floor)
         check_warmup_bits(warmup_bits)
+        check_scale_block(scale_block)
         self._schedule = schedule
         self._warmup_bits = warmup_bits
         self._variance_floor = variance_floor
         self._error_dtype = error_dtype
+        self.scale_block = scale_block
         self._variance_steps = variance_steps(scaler, self._freeze_step)
 
     def check_group(self, group: Group) -> None:
@@ -212,6 +225,7 @@ class ZeroOneAdamRule(UpdateRule):
             "warmup_bits": self._warmup_bits,
             "variance_floor": self._variance_floor,
             "error_dtype": str(self._error_dtype),
+            **({} if self.scale_block is None else {"scale_block": self.scale_block}),
         }
 
     def bind(self, context: Context) -> tuple[dict[str, Compressor], State]:
@@ -228,10 +242,13 @@ class ZeroOneAdamRule(UpdateRule):
         self._mean = MeanGradient(context, state, self._warmup_bits, self._error_dtype)
         compressors: dict[str, Compressor] = {DENSE: self._mean.compressor}
         if topology.compresses:
-            self._signs = ScaledSign(layout, topology.node, context.kernels, self._error_dtype)
+            block = self.scale_block
+            self._signs = ScaledSign(layout, topology.node, context.kernels, self._error_dtype, scale_block=block)
             state.include(self._signs.state())
             state.whole["anchor"] = untouched_zeros(layout.size, torch.float32, layout.device)
-            self._own = LocalMomentum(self._adam.m) if layout.slices == 1 else NodeMomentum(context.kernels)
+            state.differing.append("m")  # after the freeze, each worker's own
+            words, one_rank = self._signs.payload.block_words, layout.slices == 1
+            self._own = LocalMomentum(self._adam.m, words) if one_rank else NodeMomentum(context.kernels, words)
             compressors |= {SIGNS: self._signs, LOCAL: self._own}
         self._variance_updates = state.add_numbers("variance_updates", parameters, torch.int64)
         return compressors, state

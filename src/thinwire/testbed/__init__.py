@@ -7,6 +7,7 @@
 Needs root, ``ip`` and ``tc``. docs/testbed.md says what is modelled, and what is not.
 """
 
+from thinwire.testbed.counter import LinkCounter
 from thinwire.testbed.leftovers import remove_leftovers
 from thinwire.testbed.network import Host, Testbed
 from thinwire.testbed.processes import check_ranks, enter_namespace
@@ -15,6 +16,7 @@ from thinwire.testbed.tools import TestbedUnavailable, require_tools
 
 __all__ = [
     "Host",
+    "LinkCounter",
     "Testbed",
     "TestbedUnavailable",
     "check_ranks",

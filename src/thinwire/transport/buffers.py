@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.transport.layout import WORD, Bucket, Layout, Piece, Slot
+from thinwire.transport.layout import WORD, Blocks, Bucket, Layout, Piece, Slot
 from thinwire.transport.memory import HOST, memory_of, untouched_zeros
 from thinwire.transport.packet import HEADER_BYTES
 
@@ -33,9 +33,14 @@ class Payload:
     word_bytes: int = WORD_BYTES
     """The bytes in the first plane of a packet for each word of elements: one bit per element, unless stated."""
     in_place: bool = False
-    """For packets as large as the gradients: an answer replaces the packet that it answers, which has been sent by
-    then, and all buckets are received in the same memory, one after another. Packets up and down must be equally long.
-    """
+    """For large packets: an answer replaces the packet that it answers, which has been sent by then. Packets up and
+    down must be equally long."""
+    receive_window: Callable[[int], int] = lambda buckets: buckets
+    """How many of so many buckets may be received at the same time. Each needs memory of its own. A sender waits until
+    its receiver has memory, so a small window leaves a slow link idle."""
+    block_words: int | None = None
+    """The words of a block, if shards are cut into `Blocks`: a run is then in a single block, and its last field is
+    the number of the block instead of the shard."""
 
 
 @dataclass(frozen=True)
@@ -108,15 +113,18 @@ class PacketBuffers:
             geometry.append((bucket, up, down, presence))
         n, shards = layout.workers, layout.workers * layout.slices
         self._word_bytes = payload.word_bytes
-        self.shared_receive = payload.in_place and not alone
-        """Whether all buckets are received in the same memory. A bucket must then be answered before the packets of the
-        next one may arrive."""
+        self._blocks = Blocks(layout, payload.block_words)
+        self.receive_window = max(1, payload.receive_window(len(geometry)))
+        """How many buckets are received at the same time: a bucket must be answered before the packets of the one that
+        is so many places later may arrive, in the same memory."""
         self.answers = untouched_zeros(shards * sum(down for _, _, down, _ in geometry), torch.uint8, layout.device)
         up_sizes = [n * up for _, up, _, _ in geometry]
         self.sent = self.answers if payload.in_place else untouched_zeros(sum(up_sizes), torch.uint8, layout.device)
+        # A bucket shares its memory with those that come any number of windows later.
+        shared_sizes = [max(up_sizes[i :: self.receive_window]) for i in range(min(self.receive_window, len(up_sizes)))]
+        received_at = [0, *itertools.accumulate(shared_sizes)]
         # A worker without peers reads its own packets where they are.
-        size = max(up_sizes, default=0) if payload.in_place else sum(up_sizes)
-        self._received = self.sent if alone else untouched_zeros(size, torch.uint8, layout.device)
+        self._received = self.sent if alone else untouched_zeros(received_at[-1], torch.uint8, layout.device)
         on_host = layout.device.type == "cpu"
         self.sent_memory = memory_of(self.sent) if on_host else memoryview(b"")
         self.answers_memory = memory_of(self.answers) if on_host else memoryview(b"")
@@ -130,13 +138,13 @@ class PacketBuffers:
             if payload.in_place:
                 sent_at = answers_at + bucket.own_shards.start * down
             sent = own_answers if payload.in_place else self.sent[sent_at : sent_at + n * up].view(n, up)
-            received_at = 0 if self.shared_receive else sent_at
+            first = received_at[bucket.index % self.receive_window]
             frame = Frame(
                 bucket=bucket,
                 sent=sent,
                 answers=answers,
                 own_answers=own_answers,
-                received=sent if alone else self._received[received_at : received_at + n * up].view(n, up),
+                received=sent if alone else self._received[first : first + n * up].view(n, up),
                 sent_at=sent_at,
                 answers_at=answers_at,
                 up_presence=up - WORD_BYTES * presence,
@@ -172,21 +180,22 @@ class PacketBuffers:
             own = frame.bucket.own_shards
             gradient_start = slot.start if self.layout.slices == 1 else frame.bucket.own_start
             up, down = [], []
-            for piece in pieces:
+            for block, piece in (cut for whole in pieces for cut in self._blocks.cut(whole)):
                 if piece.shard in own:
                     row = frame.sent_at + (piece.shard - own.start) * frame.sent.shape[1]
-                    up.append(self._run(piece, frame.bucket, gradient_start, row))
+                    up.append(self._run(piece, block, frame.bucket, gradient_start, row))
                 row = frame.answers_at + piece.shard * frame.answers.shape[1]
-                down.append(self._run(piece, frame.bucket, slot.start, row))
+                down.append(self._run(piece, block, frame.bucket, slot.start, row))
             presence = 1 << (position - frame.bucket.slots[0])
             parts.append(Part(first + len(parts), frame, _table(up), _table(down), presence))
         return parts
 
-    def _run(self, piece: Piece, bucket: Bucket, start: int, row: int) -> list[int]:
+    def _run(self, piece: Piece, block: int, bucket: Bucket, start: int, row: int) -> list[int]:
         shard_start = bucket.start + piece.shard * bucket.shard_elements
         byte = row + HEADER_BYTES + (piece.start - shard_start) // WORD * self._word_bytes
         count, plane_bytes = piece.stop - piece.start, WORD_BYTES * bucket.shard_words
-        return [piece.start, piece.start - start, count, byte, plane_bytes, bucket.shard_number(piece.shard)]
+        number = self._blocks.number(bucket, piece.shard, block)
+        return [piece.start, piece.start - start, count, byte, plane_bytes, number]
 
     def write_presence(self, frame: Frame, bits: int) -> None:
         """Write the presence bits of a bucket into all its packets, on the host."""

@@ -3,6 +3,11 @@
 An answer that is damaged on its way to one rank is noticed by that rank only, and the others would apply it. The commit
 round stops them. No later message could report damage to the commit round itself, so its packet is sent in two copies,
 of which one is enough.
+
+It takes place when the caller waits for the exchange, and not as soon as the last answer has arrived. So it can also
+carry what is known only then: whether the caller refuses the step, and a hash of what must be equal on all ranks, which
+is the learning rates and other numbers of parameter groups. The hash is added to that of the layout, which all packets
+before have compared.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ from thinwire.transport.collectives import Collectives
 from thinwire.transport.layout import Layout
 from thinwire.transport.memory import HOST
 from thinwire.transport.messages import Messages, Pending, complete, waiting_for
-from thinwire.transport.packet import DeviceHeaders, Packet, refused_by
+from thinwire.transport.packet import DeviceHeaders, Disagreement, Packet, refused_by
 
 STAGE = "the commit round"
 _COPIES = 2
@@ -43,12 +48,13 @@ class CommitRound(abc.ABC):
         """The bytes that each round sends."""
 
     @abc.abstractmethod
-    def run(self, step: int, refusal: CorruptPacket | None) -> CorruptPacket | None:
+    def run(self, step: int, refusal: RuntimeError | None, agreed: int) -> RuntimeError | None:
         """Exchange the outcome of a step with all members.
 
         Args:
             step: the step.
-            refusal: the first packet that this rank has refused, as far as the host knows.
+            refusal: why this rank does not commit: the first packet that it has refused, as far as the host knows.
+            agreed: 32 bits that must be equal on all members.
 
         Returns:
             The refusal, or that of another member, as far as the host knows.
@@ -85,7 +91,7 @@ class LaneCommitRound(CommitRound):
         """Post the receives for the packets of the other members."""
         self._due = self._messages.receive(self._rows, self._tag)
 
-    def run(self, step: int, refusal: CorruptPacket | None) -> CorruptPacket | None:
+    def run(self, step: int, refusal: RuntimeError | None, agreed: int) -> RuntimeError | None:
         """See `CommitRound`.
 
         Raises:
@@ -94,32 +100,41 @@ class LaneCommitRound(CommitRound):
         with waiting_for(STAGE, step):
             complete(self._sent)
         flags = packet.REFUSED if refusal is not None else 0
+        if isinstance(refusal, Disagreement):
+            flags |= packet.DISAGREE
         for copy in self._packets[self._own]:
-            self._header(step, self._own, flags).seal(copy, self._kernels)
+            self._header(step, self._own, flags, agreed).seal(copy, self._kernels)
         with waiting_for(STAGE, step):
             self._sent = self._messages.send_to_all(self._rows[self._own], self._tag)
             complete(self._due)
         for member, rank in enumerate(self._ranks):
             try:
-                received = self._check(step, member)
-            except CorruptPacket:
-                if refusal is None:
+                received = self._check(step, member, agreed)
+            except CorruptPacket as error:
+                if error.field == "layout":
+                    received = packet.REFUSED | packet.DISAGREE
+                elif refusal is None:
                     raise  # and stop the lanes: other ranks notice when the connections close
-                continue
-            if received & packet.REFUSED:
+                else:
+                    continue
+            if received & packet.DISAGREE and not isinstance(refusal, Disagreement):
+                # Whatever else has happened: all ranks must know of it, because they compare the numbers together.
+                earlier, refusal = refusal, Disagreement(rank, step)
+                refusal.earlier = earlier
+            elif received & packet.REFUSED:
                 refusal = refusal or refused_by(rank, step)
         return refusal
 
-    def _check(self, step: int, member: int) -> int:
+    def _check(self, step: int, member: int, agreed: int) -> int:
         first, second = self._packets[member]
-        header = self._header(step, member, 0)
+        header = self._header(step, member, 0, agreed)
         try:
             return header.check(first, self._kernels)
         except CorruptPacket:
             return header.check(second, self._kernels)
 
-    def _header(self, step: int, member: int, flags: int) -> packet.Header:
-        return packet.Header(step, self._bucket, self._ranks[member], 0, self._fingerprint, flags)
+    def _header(self, step: int, member: int, flags: int, agreed: int) -> packet.Header:
+        return packet.Header(step, self._bucket, self._ranks[member], 0, self._fingerprint ^ agreed, flags)
 
 
 class StreamCommitRound(CommitRound):
@@ -136,12 +151,12 @@ class StreamCommitRound(CommitRound):
         self._collectives = collectives
         self._headers = headers
 
-    def run(self, step: int, refusal: CorruptPacket | None) -> CorruptPacket | None:
+    def run(self, step: int, refusal: RuntimeError | None, agreed: int) -> RuntimeError | None:
         """See `CommitRound`. The device reads and raises flags in its status, and the host learns of them later: the
         result is `refusal` as it is."""
         own, collectives = self._rows[self._collectives.own], self._collectives
-        self._headers.seal(own.view(_COPIES, -1), step, self._bucket, 0, collectives.rank)
+        self._headers.seal(own.view(_COPIES, -1), step, self._bucket, 0, collectives.rank, agreed=agreed)
         with waiting_for(STAGE, step):
             collectives.gather(self._rows)
-        self._headers.check(self._rows, step, self._bucket, 0, collectives.senders, copies=_COPIES)
+        self._headers.check(self._rows, step, self._bucket, 0, collectives.senders, copies=_COPIES, agreed=agreed)
         return refusal

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
-from thinwire.errors import CorruptPacket, PeerLost
+from thinwire.errors import CorruptPacket, GradientChanged, PeerLost
 
 Task = Callable[[], None]
 
@@ -49,10 +49,10 @@ class Failure:
 
         Raises:
             PeerLost: as recorded, with the traceback of the lane.
-            CorruptPacket: the same.
+            CorruptPacket, GradientChanged: the same.
             RuntimeError: from any other exception.
         """
-        if isinstance(self.exception, (PeerLost, CorruptPacket)):
+        if isinstance(self.exception, (PeerLost, CorruptPacket, GradientChanged)):
             # With the recorded traceback, because every raise adds to it.
             raise self.exception.with_traceback(self._traceback)
         if self.exception is not None:

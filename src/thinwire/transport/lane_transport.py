@@ -2,7 +2,7 @@
 
     sending lane       [mean over the node → encode →] seal → send
     answering lane     receive packets → check → merge → seal → answer
-    collecting lane    receive answers → [share in the node →] check → after the last bucket, commit
+    collecting lane    receive answers → [share in the node →] check → when the caller waits for it, commit
 
 There are three lanes so that one bucket can be sent while another waits for packets and a third for answers.
 """
@@ -78,7 +78,9 @@ class LaneTransport(Transport):
         self._endpoints: weakref.WeakKeyDictionary[PacketBuffers, _Endpoint] = weakref.WeakKeyDictionary()
         self._endpoint: _Endpoint | None = None
         """That of the exchange under way."""
-        self._refusal: CorruptPacket | None = None
+        self._to_commit: int | None = None
+        """The step of the exchange under way, when all its buckets are submitted."""
+        self._refusal: RuntimeError | None = None
 
     # The way of a bucket ---------------------------------------------------------------------------------------------
 
@@ -99,7 +101,7 @@ class LaneTransport(Transport):
         with waiting_for("a connection", step):
             for frame in buffers.frames:
                 bucket = frame.bucket.index
-                if bucket == 0 or not buffers.shared_receive:
+                if bucket < buffers.receive_window:
                     endpoint.expect_packets(frame)
                 endpoint.answers_due[bucket] = endpoint.messages.receive(frame.own_answers, frame.down_tag)
             endpoint.commit_round.post_receives()
@@ -108,6 +110,8 @@ class LaneTransport(Transport):
         """See `Transport`."""
         assert self._endpoint is not None, "begin() comes before submit()"
         self._sending.submit(functools.partial(self._send, self._endpoint, bucket))
+        if bucket.frame is bucket.channel.buffers.frames[-1]:
+            self._to_commit = bucket.step
 
     def _send(self, endpoint: _Endpoint, bucket: BucketExchange) -> None:
         """Sending lane: complete the packets of a bucket and send them to the owners of its shards."""
@@ -143,13 +147,13 @@ class LaneTransport(Transport):
                 bucket.refuse(error)
             bucket.header(frame.answers, endpoint.rank).seal(endpoint.answers[index][shard], self._kernels)
         with waiting_for("a connection to send answers", bucket.step, index):
-            if buffers.shared_receive and index + 1 < len(buffers.frames):
-                endpoint.expect_packets(buffers.frames[index + 1])
+            for next_frame in buffers.frames[index + buffers.receive_window :][:1]:
+                endpoint.expect_packets(next_frame)
             endpoint.answers_sent[index] = endpoint.messages.send_to_all(frame.answers[shard], frame.down_tag)
         self._collecting.submit(functools.partial(self._collect, endpoint, bucket))
 
     def _collect(self, endpoint: _Endpoint, bucket: BucketExchange) -> None:
-        """Collecting lane: receive and check all answers of a bucket. After the last bucket, commit."""
+        """Collecting lane: receive and check all answers of a bucket."""
         frame, index, step = bucket.frame, bucket.index, bucket.step
         with self.meter.answers:
             with waiting_for("answers", step, index):
@@ -165,8 +169,6 @@ class LaneTransport(Transport):
         except CorruptPacket as refusal:
             # Raising it here would stop the lanes, and other ranks need the packets that are under way.
             self._refusal = self._refusal or refusal
-        if frame is bucket.channel.buffers.frames[-1]:
-            self._commit(endpoint, step)
 
     def _check_answers(self, endpoint: _Endpoint, bucket: BucketExchange) -> int:
         """Check the answers for all shards of a bucket.
@@ -188,25 +190,36 @@ class LaneTransport(Transport):
         return flags
 
     def _commit(self, endpoint: _Endpoint, step: int) -> None:
-        """The commit rounds between nodes and inside the node: a packet that one rank refused is an error on all."""
+        """Collecting lane: the commit rounds between nodes and inside the node, for an error on all ranks if there is
+        one on any."""
+        # The other nodes take no part in a local exchange. All ranks compare `agreed` in their next one.
+        agreed = 0 if endpoint.local else self.agreed
         if endpoint.messages.connected:
             with self.meter.answers:
-                self._refusal = endpoint.commit_round.run(step, self._refusal)
+                self._refusal = endpoint.commit_round.run(step, self._refusal, agreed)
                 # Not before the commit round: see `complete`.
                 for index, sent in enumerate(endpoint.answers_sent):
                     with waiting_for("answers to be taken", step, index):
                         complete(sent)
             self._count(1, endpoint.commit_round.bytes_sent)
         if endpoint.node is not None:
-            self._refusal = endpoint.node.commit(step, self._refusal)
+            self._refusal = endpoint.node.commit(step, self._refusal, agreed)
 
     # The outcome -----------------------------------------------------------------------------------------------------
+
+    def refuse(self, error: RuntimeError) -> None:
+        """See `Transport`."""
+        self._refusal = self._refusal or error
 
     def wait(self) -> None:
         """See `Transport`."""
         try:
-            for lane in self._lanes:
-                lane.drain()
+            self._sending.drain()
+            self._answering.drain()
+            if self._endpoint is not None and self._to_commit is not None:
+                self._collecting.submit(functools.partial(self._commit, self._endpoint, self._to_commit))
+            self._to_commit = None
+            self._collecting.drain()
         except BaseException as interruption:  # Ctrl-C, or an exception from the handler of another signal
             self.abort(interruption)
             raise

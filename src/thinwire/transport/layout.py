@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -229,13 +229,60 @@ class Layout:
         return len(self.buckets) * self.workers * self.slices
 
 
-def bucket_elements(bucket_mb: float | None, elements: int) -> int:
-    """The number of elements in a bucket of `bucket_mb` MB of fp32; None for the default."""
+class Blocks:
+    """How shards are cut into blocks, each with a number of its own in a table, such as a scale.
+
+    Blocks are counted from the start of a shard, and the last one may be shorter. The table has a row of `per_shard`
+    entries for every shard of the model. A shorter shard, in the last bucket, does not use all of them.
+
+    Args:
+        layout: the flat space.
+        words: the words of a block; None if a block is a whole shard.
+    """
+
+    def __init__(self, layout: Layout, words: int | None) -> None:
+        self._layout = layout
+        self._words = words
+        self.per_shard = max(map(self.of, layout.buckets), default=1)
+
+    def of(self, bucket: Bucket) -> int:
+        """The number of blocks in a shard of a bucket."""
+        return 1 if self._words is None else blocks_in(bucket.shard_words, self._words)
+
+    def number(self, bucket: Bucket, shard: int, block: int) -> int:
+        """The place of a block in the table."""
+        return bucket.shard_number(shard) * self.per_shard + block
+
+    def cut(self, piece: Piece) -> Iterator[tuple[int, Piece]]:
+        """The parts of a piece in the blocks of its shard, each with the number of the block in the shard."""
+        if self._words is None:
+            yield 0, piece
+            return
+        bucket, length = self._layout.buckets[piece.bucket], self._words * WORD
+        first = bucket.start + piece.shard * bucket.shard_elements
+        start = piece.start
+        while start < piece.stop:
+            block = (start - first) // length
+            stop = min(piece.stop, first + (block + 1) * length)
+            yield block, replace(piece, start=start, stop=stop)
+            start = stop
+
+
+def blocks_in(shard_words: int, block_words: int) -> int:
+    """The number of blocks in a shard."""
+    return -(-shard_words // block_words)
+
+
+def bucket_elements(bucket_mb: float | None, elements: int, buckets: int = 4) -> int:
+    """The number of elements in a bucket of `bucket_mb` MB of fp32; None for about `buckets` buckets.
+
+    Every bucket costs some thread wake-ups, so few buckets are better. But four hide three quarters of the exchange
+    behind backward, and buckets above 32 MB bring no gain. docs/benchmarks/README.md has the measurements.
+    """
     if bucket_mb is not None:
         return max(1, int(bucket_mb * _ELEMENTS_PER_MB))
-    # Every bucket costs some thread wake-ups, so few buckets are better. But four hide three quarters of the exchange
-    # behind backward, and buckets above 32 MB bring no gain. docs/benchmarks/README.md has the measurements.
-    return min(max(elements // 4, 4 * _ELEMENTS_PER_MB), 32 * _ELEMENTS_PER_MB)
+    smallest = 16 * _ELEMENTS_PER_MB // buckets
+    return min(max(elements // buckets, smallest), 32 * _ELEMENTS_PER_MB)
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -114,7 +114,7 @@ class Node(abc.ABC):
         """Send the answers of this rank's slice to the other ranks of the node, and receive theirs."""
 
     @abc.abstractmethod
-    def commit(self, step: int, refusal: CorruptPacket | None) -> CorruptPacket | None:
+    def commit(self, step: int, refusal: RuntimeError | None, agreed: int) -> RuntimeError | None:
         """The commit round of the node, when all buckets are complete; see `CommitRound.run`."""
 
 
@@ -178,12 +178,12 @@ class LaneNode(Node):
         size = self._rows[index].staged.shape[1] + blocks.shape[1]
         self._meter.node_bytes_sent += (len(self._ranks) - 1) * size
 
-    def commit(self, step: int, refusal: CorruptPacket | None) -> CorruptPacket | None:
+    def commit(self, step: int, refusal: RuntimeError | None, agreed: int) -> RuntimeError | None:
         """See `Node`."""
         with self._meter.share:
             with waiting_for("a connection inside the node", step):
                 self._commit_round.post_receives()
-            refusal = self._commit_round.run(step, refusal)
+            refusal = self._commit_round.run(step, refusal, agreed)
             with waiting_for("gradients and answers to be taken in the node", step):
                 for sent in self._sent:
                     complete(sent)
@@ -248,9 +248,9 @@ class StreamNode(Node):
         size = self._rows[bucket.index].staged.shape[1] + blocks.shape[1]
         self._meter.node_bytes_sent += self._collectives.others * size
 
-    def commit(self, step: int, refusal: CorruptPacket | None) -> CorruptPacket | None:
+    def commit(self, step: int, refusal: RuntimeError | None, agreed: int) -> RuntimeError | None:
         """See `Node`."""
-        refusal = self._commit_round.run(step, refusal)
+        refusal = self._commit_round.run(step, refusal, agreed)
         self._meter.node_bytes_sent += self._commit_round.bytes_sent
         return refusal
 

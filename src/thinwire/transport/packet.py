@@ -15,6 +15,7 @@ from thinwire.errors import CorruptPacket
 from thinwire.kernels import header
 from thinwire.kernels.header import ABSENT, CHECKED, CHECKSUM, REFUSED_BY_PEER, Status
 from thinwire.kernels.header import ACTIVATION as ACTIVATION
+from thinwire.kernels.header import DISAGREE as DISAGREE
 from thinwire.kernels.header import HEADER_BYTES as HEADER_BYTES
 from thinwire.kernels.header import NONFINITE as NONFINITE
 from thinwire.kernels.header import REFUSED as REFUSED
@@ -87,24 +88,61 @@ class DeviceHeaders:
         self._layout = layout
         self._status = status
 
-    def seal(self, packets: Tensor, step: int, bucket: int, flags: int, sender: int) -> None:
+    def seal(self, packets: Tensor, step: int, bucket: int, flags: int, sender: int, *, agreed: int = 0) -> None:
         """Write the headers of packets, one per row."""
+        layout = self._layout ^ agreed
         self._kernels.packet_seal(
-            packets, self._status, step=step, bucket=bucket, sender=sender, flags=flags, layout=self._layout
+            packets, self._status, step=step, bucket=bucket, sender=sender, flags=flags, layout=layout
         )
 
-    def check(self, packets: Tensor, step: int, bucket: int, flags: int, senders: Tensor, *, copies: int = 1) -> None:
+    def check(
+        self,
+        packets: Tensor,
+        step: int,
+        bucket: int,
+        flags: int,
+        senders: Tensor,
+        *,
+        copies: int = 1,
+        agreed: int = 0,
+    ) -> None:
         """Check the headers of packets, one row per sender, of which each has so many copies."""
+        layout = self._layout ^ agreed
         self._kernels.packet_check(
-            packets, senders, self._status, step=step, bucket=bucket, flags=flags, layout=self._layout, copies=copies
+            packets, senders, self._status, step=step, bucket=bucket, flags=flags, layout=layout, copies=copies
         )
+
+
+class Disagreement(CorruptPacket):
+    """Ranks take a step with different numbers in their parameter groups. On CPUs all ranks raise it in that step.
+
+    Ranks that do not take the same step have different hashes too. `earlier` is what this rank has refused before.
+
+    Args:
+        rank: one whose numbers are not those of this rank, or which knows of such ranks.
+        step: the step.
+    """
+
+    earlier: RuntimeError | None = None
+
+    def __init__(self, rank: int, step: int) -> None:
+        super().__init__(
+            f"rank {rank} took step {step} with a learning rate, or another number of a parameter group, that differs "
+            "between ranks: they must be the same on all ranks in every step. Give all ranks the same schedule"
+        )
+        self.rank, self.step = rank, step
+
+    def __reduce__(self) -> tuple[type[Disagreement], tuple[int, int]]:
+        return type(self), (self.rank, self.step)
 
 
 def _unexpected(sender: int, step: int, bucket: int, name: str, got: int, want: int) -> CorruptPacket:
-    return CorruptPacket(
+    error = CorruptPacket(
         f"packet from rank {sender} for step {step}, bucket {bucket}: {name} is {got}, expected "
         f"{want}{_HINTS.get(name, '')}"
     )
+    error.field = name
+    return error
 
 
 def refused_by(rank: int, step: int) -> CorruptPacket:
@@ -112,8 +150,8 @@ def refused_by(rank: int, step: int) -> CorruptPacket:
     return CorruptPacket(f"rank {rank} refused a packet of step {step}: see the error of that rank for the reason")
 
 
-def refusal_in(status: Sequence[int]) -> CorruptPacket | None:
-    """The error that the status words of a device describe, if any."""
+def refusal_in(status: Sequence[int], commit: int) -> CorruptPacket | None:
+    """The error that the status words of a device describe, if any. `commit` is the bucket of commit messages."""
     code = status[Status.CODE]
     if not code:
         return None
@@ -125,4 +163,6 @@ def refusal_in(status: Sequence[int]) -> CorruptPacket | None:
             f"ranks of this node have gradients for different parameters in step {step}, bucket {bucket}. On a GPU all "
             "ranks of a node must have gradients for the same parameters: use topology='flat'"
         )
+    if bucket == commit and CHECKED[code - 1] == "layout":
+        return Disagreement(sender, step)
     return _unexpected(sender, step, bucket, CHECKED[code - 1], status[Status.GOT], status[Status.WANT])

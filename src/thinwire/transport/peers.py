@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -106,6 +107,29 @@ class Peers:
             return [int(each) for each in values]  # on a GPU this waits
 
         return self._run(gather, stage, step)
+
+    def gather_on(self, target: int, value: Any, stage: str) -> list[Any] | None:
+        """The values of all ranks, in order, on rank `target`; None on the others.
+
+        For large values: they are sent one after another, and only to the rank that needs them.
+
+        Raises:
+            PeerLost: a rank does not answer.
+        """
+        if self.size == 1:
+            return [value]
+        ranks, values = self.ranks(), [value] * self.size
+        for source in range(self.size):
+            if source == target:
+                continue
+            received: list[Any] = [None]
+            if self.rank == source:
+                self._run(partial(dist.send_object_list, [value], ranks[target], group=self.group), stage)
+            elif self.rank == target:
+                self._run(partial(dist.recv_object_list, received, ranks[source], group=self.group), stage)
+                values[source] = received[0]
+            self.gather(None, stage)  # the next one begins now: its time limit must not run out while it waits
+        return values if self.rank == target else None
 
     def connect(self, members: Sequence[int], name: str, device: torch.device) -> Connection | None:
         """Open a private connection between some of the ranks. Only these ranks call this. None for a single rank.

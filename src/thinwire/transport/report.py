@@ -39,6 +39,7 @@ class Report:
 
     def __init__(self, layout: Layout) -> None:
         device, self._parameters = layout.device, len(layout.slots)
+        self._commit = len(layout.buckets)
         words = [-(-len(bucket.slots) // WORD) for bucket in layout.buckets]
         self._words = torch.zeros(STATUS_WORDS + sum(words), dtype=torch.int64, device=device)
         self.status = self._words[:STATUS_WORDS]
@@ -97,4 +98,4 @@ class Report:
         """Read a completed copy."""
         words = slot.tolist()
         present = [position for position, (word, bit) in enumerate(self._bits) if words[word] >> bit & 1]
-        return Outcome(words[Status.FLAGS], refusal_in(words), present)
+        return Outcome(words[Status.FLAGS], refusal_in(words, self._commit), present)

@@ -68,7 +68,8 @@ class Session:
         device: of the tensors.
         peers: the ranks that exchange.
         topology: which of them form a worker.
-        bucket_mb: the size of a bucket in megabytes of fp32; None for a quarter of all elements, within 4 to 32.
+        bucket_mb: the size of a bucket in megabytes of fp32; None for about `buckets` of them.
+        buckets: see `bucket_elements`.
         node_dtype: the dtype of gradients on the link inside a node.
         meter: where bytes and seconds are counted.
 
@@ -84,6 +85,7 @@ class Session:
         topology: Topology,
         *,
         bucket_mb: float | None = None,
+        buckets: int = 4,
         node_dtype: torch.dtype = torch.float32,
         meter: Meter | None = None,
     ) -> None:
@@ -93,7 +95,7 @@ class Session:
         self.layout = Layout(
             numels,
             topology.workers,
-            bucket_elements(bucket_mb, sum(numels)),
+            bucket_elements(bucket_mb, sum(numels), buckets),
             slices=topology.slices,
             own_slice=topology.own_slice,
             device=device,
@@ -196,7 +198,7 @@ class Session:
             self._under_way = True
             encoder.before_exchange()
             transport.begin(channel, self.step)
-        node = transport.node
+        node, missing = transport.node, self._missing
         for part in channel.buffers.parts[position]:
             bucket = part.frame.bucket
             if grad is not None:
@@ -206,9 +208,9 @@ class Session:
             elif not self.repeating:
                 with self.meter.stage:
                     node.stage(position, bucket, grad, scale)
-            self._missing[bucket.index] -= 1
+            missing[bucket.index] -= 1
             # In order, whatever the order of the gradients: all ranks exchange the same bucket at the same time.
-            while self._submitted < len(self._missing) and not self._missing[self._submitted]:
+            while self._submitted < len(missing) and not missing[self._submitted]:
                 self._submit(self._submitted, encoder)
                 self._submitted += 1
 
@@ -252,7 +254,7 @@ class Session:
                 later with `outcomes`.
 
         Raises:
-            PeerLost, CorruptPacket: as `Transport.wait`.
+            PeerLost, CorruptPacket, Disagreement: as `Transport.wait`.
         """
         assert self._submitted == len(self._missing), "all buckets are submitted"
         transport = self.transport

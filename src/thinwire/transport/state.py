@@ -62,6 +62,8 @@ class State:
     """Shared by all parameters as they are."""
     checks: dict[str, Check] = field(default_factory=dict)
     """For entries that decide what steps do next: what makes a loaded value invalid."""
+    differing: list[str] = field(default_factory=list)
+    """The names in `whole` under which each rank has its own values, even while replicas are equal."""
     numbers: list[PerParameter] = field(default_factory=list)
     """Those behind `layers` that are read at the beginning of a step and written at its end."""
 
@@ -83,6 +85,10 @@ class State:
                 mine.update(theirs)
             else:
                 mine.extend(theirs)
+
+    def names_of_rank(self) -> frozenset[str]:
+        """The names under which each rank has its own values. The others are the same on all ranks if replicas are."""
+        return frozenset((*self.own, *self.owned, *self.own_words, *self.shards, *self.differing))
 
     def shared(self) -> State:
         """What is the same on all ranks, without entries per shard, which depend on the layout."""

@@ -2,7 +2,7 @@
 them while backward continues.
 
     [mean over the node → encode →] seal → send → check → merge → seal → answer → [share in the node →] check
-    → after the last bucket, commit → report
+    → when the caller waits for it, commit → report
 
 The outcome of an exchange is in a `Report` on the device, which kernels read. The host reads a copy of it: at once with
 `wait`, or during a later step with `join` and `outcomes`.
@@ -75,6 +75,7 @@ class _Endpoint:
     ) -> None:
         topology, layout = channel.topology, channel.layout
         ranks = topology.slice_ranks()
+        self.local = channel.local
         self.node = node
         self.worker = topology.node
         self.rank = ranks[topology.node]
@@ -118,7 +119,9 @@ class StreamTransport(Transport):
         """That of the exchange under way."""
         self._present: list[int] = []
         self._reported: deque[_Reported] = deque()
-        self._refusal: CorruptPacket | None = None
+        self._to_commit: int | None = None
+        """The step of the exchange under way, when all its buckets are submitted."""
+        self._refusal: RuntimeError | None = None
         # If the transport is dropped during an exchange, its memory is not reused before the exchange is done.
         at_end = weakref.finalize(self, side.streams.join)
         at_end.atexit = False
@@ -143,8 +146,8 @@ class StreamTransport(Transport):
         assert self._endpoint is not None, "begin() comes before submit()"
         with self._side.streams.aside():
             self._exchange(self._endpoint, bucket)
-            if bucket.frame is bucket.channel.buffers.frames[-1]:
-                self._commit(self._endpoint, bucket.step)
+        if bucket.frame is bucket.channel.buffers.frames[-1]:
+            self._to_commit = bucket.step
 
     def _exchange(self, endpoint: _Endpoint, bucket: BucketExchange) -> None:
         """Enqueue all stages of a bucket up to the check of its answers."""
@@ -183,28 +186,42 @@ class StreamTransport(Transport):
             headers.check(frame.answers, step, index, flags, endpoint.owners)
         self._side.report.copy_presence(frame)
 
-    def _commit(self, endpoint: _Endpoint, step: int) -> None:
+    def _commit(self) -> None:
         """Enqueue the commit rounds between nodes and inside the node, and the copy of the report to the host."""
-        if endpoint.commit_round is not None:
-            endpoint.commit_round.run(step, self._refusal)
-            self._count(1, endpoint.commit_round.bytes_sent)
-        if endpoint.node is not None:
-            endpoint.node.commit(step, self._refusal)
-        slot = self._side.report.copy_to_host()
-        self._reported.append(_Reported(step, slot, self._side.streams.record_event()))
+        endpoint, step = self._endpoint, self._to_commit
+        self._to_commit = None
+        if endpoint is None or step is None:
+            return
+        with self._side.streams.aside():
+            agreed = 0 if endpoint.local else self.agreed
+            if endpoint.commit_round is not None:
+                endpoint.commit_round.run(step, self._refusal, agreed)
+                self._count(1, endpoint.commit_round.bytes_sent)
+            if endpoint.node is not None:
+                endpoint.node.commit(step, self._refusal, agreed)
+            slot = self._side.report.copy_to_host()
+            self._reported.append(_Reported(step, slot, self._side.streams.record_event()))
 
     # The outcome -----------------------------------------------------------------------------------------------------
 
+    def refuse(self, error: RuntimeError) -> None:
+        """See `Transport`."""
+        self._refusal = self._refusal or error
+        with self._side.streams.aside():
+            self._side.report.set_refused()
+
     def join(self) -> None:
-        """Make the current stream wait for the exchange, but not the host. Gates on the device then decide which
-        parameters move; `outcomes` has the result later."""
+        """Commit, and make the current stream wait for the exchange, but not the host. Gates on the device then decide
+        which parameters move; `outcomes` has the result later."""
         self._failure.check()
+        self._commit()
         self._side.streams.join()
         self._side.report.set_gates()
 
     def wait(self) -> None:
         """See `Transport`. The host waits for the device."""
         self._failure.check()
+        self._commit()
         self._side.streams.join()
         self._side.report.open_gates()
         self.flags_seen = 0
@@ -233,7 +250,7 @@ class StreamTransport(Transport):
                 self._abort_with(refusal)
             yield reported.step, outcome
 
-    def _abort_with(self, cause: PeerLost | CorruptPacket) -> NoReturn:
+    def _abort_with(self, cause: RuntimeError) -> NoReturn:
         self.abort(cause)
         raise cause
 

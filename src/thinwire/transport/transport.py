@@ -52,6 +52,8 @@ class Transport(abc.ABC):
         self.meter = meter
         self.flags_seen = 0
         """The flags that any rank has raised in the last exchange; complete after `wait`."""
+        self.agreed = 0
+        """32 bits that must be equal on all ranks when they commit; not compared in a local exchange."""
         self.node: Node | None = None
         """Averages the gradients of the exchange under way over the node; None in a flat topology."""
         self._connections = connections
@@ -73,12 +75,18 @@ class Transport(abc.ABC):
         """
 
     @abc.abstractmethod
+    def refuse(self, error: RuntimeError) -> None:
+        """Do not commit the exchange under way. All ranks complete it. Then `wait` raises `error` on this rank, and
+        CorruptPacket on the others."""
+
+    @abc.abstractmethod
     def wait(self) -> None:
-        """Wait until the exchange is complete. Afterwards the answers do not change, and the packets may.
+        """Commit, and wait until the exchange is complete. Afterwards the answers do not change, and the packets may.
 
         Raises:
             PeerLost: a rank is dead, frozen or unreachable.
             CorruptPacket: on all ranks, when one of them received a packet that it could not accept.
+            Disagreement: on all ranks, if they have different `agreed`.
             RuntimeError: the exchange has failed for another reason. Every later call raises the same error.
         """
 

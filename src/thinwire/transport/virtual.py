@@ -192,6 +192,11 @@ class VirtualPeers(Peers):
         self.world.gathered.pop(number, None)
         return [values[rank] for rank in range(self.size)]
 
+    def gather_on(self, target: int, value: Any, stage: str) -> list[Any] | None:
+        """See `Peers`."""
+        values = self.gather(value, stage)
+        return values if self.rank == target else None
+
     def gather_integer(self, value: int, stage: str, step: int | None = None) -> list[int]:
         """See `Peers`."""
         return self.gather(value, stage, step)

@@ -155,7 +155,7 @@ def _sign_cases(site: Site, gradient: Tensor) -> list[_Case]:
     c, y, x = (torch.zeros_like(gradient) for _ in range(3))
     p = torch.ones_like(gradient)
     heard = torch.zeros(elements // WORD, dtype=torch.int64, device=site.device)
-    scales, row_scales = torch.ones(1, device=site.device), torch.ones(_VOTERS, device=site.device)
+    scales, row_scales = torch.ones(1, device=site.device), torch.ones(_VOTERS, 1, device=site.device)
     sums = torch.zeros(1, 1, dtype=torch.float64, device=site.device)
 
     def encode() -> None:
@@ -163,7 +163,7 @@ def _sign_cases(site: Site, gradient: Tensor) -> list[_Case]:
         table.sign_encode(runs, gradient, c, heard, packet, **known, beta=0.9, weight=0.1, scale=1.0, shift=0)
 
     def merge() -> None:
-        table.sign_merge(runs, rows, y, packet, scales=row_scales, last_scale=scales, sums=sums, shift=0)
+        table.sign_merge(runs, rows, y, packet, scales=row_scales, last_scales=scales, sums=sums, shift=0)
 
     def apply() -> None:
         step = {"rate": 1e-3, "decay": 0.9999, "anchor": None, "m": None, "momentum": 0.0}

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import unicodedata
 
-from thinwire.cli.report import byte_count
-from thinwire.testbed import parse_rate
+from thinwire.cli.units import byte_count, rate
 
 __all__ = ["byte_count", "rate", "ratio", "seconds", "short_byte_count", "shortened", "span", "visible"]
 
@@ -48,14 +47,3 @@ def short_byte_count(value: float) -> str:
 def ratio(value: float | None) -> str:
     """With three digits, or nothing where there is nothing to compare with."""
     return "" if value is None else f"{value:.1f}×" if value >= 10 else f"{value:.2f}×"
-
-
-def rate(value: str) -> str:
-    """A rate in tc's words as people write it."""
-    bits_per_second = parse_rate(value)
-    if bits_per_second is None:
-        return "unlimited"
-    for size, unit in ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s")):
-        if bits_per_second >= size:
-            return f"{bits_per_second / size:g} {unit}"
-    return f"{bits_per_second:g} bit/s"

@@ -9,10 +9,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.markdown import Markdown
 
-from thinwire.cli.report import byte_count
 from thinwire.cli.study.methods import METHODS, Setting
 from thinwire.cli.study.summary import LINKS, REFERENCE, Summary, compute_seconds, reference, summaries
 from thinwire.cli.study.tasks import WORKERS, PictureTask, Task
+from thinwire.cli.units import byte_count
 
 HEAD = ("optimizer", "lr, β, decay", "end, mean ± std", "against AdamW")
 

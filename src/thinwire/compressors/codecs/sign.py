@@ -44,8 +44,12 @@ class Sign(Projection):
 
     def scales_of(self, packets: Tensor, length: int) -> Tensor:
         """The scale of each packet."""
+        return self.block_scales_of(packets, length, 1)[..., 0]
+
+    def block_scales_of(self, packets: Tensor, length: int, blocks: int) -> Tensor:
+        """The scales of each packet with one scale per block, which begin where the scale of other packets is."""
         at = self.scale_at(length)
-        return packets[..., at : at + torch.float32.itemsize].view(torch.float32)[..., 0]
+        return packets[..., at : at + blocks * torch.float32.itemsize].view(torch.float32)
 
     def encode(self, values: Tensor, packet: Tensor) -> None:
         """See `Codec`."""

@@ -56,6 +56,7 @@ def sign_merge(
     y: Tensor,
     answer: Tensor,
     scales: Tensor,
+    last_scales: Tensor,
     sums: Tensor,
     shift: int,
     device: Device = None,
@@ -66,7 +67,8 @@ def sign_merge(
     need_rows("sign_merge", "rows", rows, BYTES, 1, bounds.bits(), device)
     need_one_of("sign_merge", "y", y, STATES, bounds.elements - shift, device)
     need("sign_merge", "answer", answer, U8, bounds.bits(), device)
-    need("sign_merge", "scales", scales, F32, rows.shape[0], device)
+    need_rows("sign_merge", "scales", scales, (F32,), rows.shape[0], bounds.shards, device)
+    need("sign_merge", "last_scales", last_scales, F32, bounds.shards, device)
     need("sign_merge", "sums", sums, F64, bounds.rows, device)
     return bounds
 

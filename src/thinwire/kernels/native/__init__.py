@@ -7,15 +7,18 @@ reference. The library has code for AVX-512, AVX2, NEON or the plain instruction
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from torch import Tensor
 
 from thinwire.kernels import arguments, reference
 from thinwire.kernels.bounds import refuse_indices
 from thinwire.kernels.native import library
-from thinwire.kernels.native.binding import bind
+from thinwire.kernels.native.binding import bind, prepare
 
 PATH = library.PATH
+REMEDY = library.REMEDY
 _ON_FAILURE = {"sparse_amsgrad": refuse_indices}
 _library = library.load()
 _in_use: dict[str, Any] = {}
@@ -55,6 +58,11 @@ def declarations() -> dict[str, library.Declaration]:
 def raw(name: str) -> Callable[..., Any]:
     """A kernel as the library has it, which takes pointers and checks nothing."""
     return _in_use[name]
+
+
+def prepared(name: str, varying: str, arguments: Mapping[str, Any]) -> Callable[[Tensor], Any]:
+    """A kernel that takes the argument `varying`, and has all others; see `binding.prepare`."""
+    return prepare(declarations()[name], getattr(reference, name), KERNELS[name], arguments, varying, _in_use)
 
 
 def _bound() -> dict[str, Callable[..., Any]]:

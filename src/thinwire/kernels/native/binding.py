@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from thinwire.kernels.bounds import bounds_of
 from thinwire.kernels.native.library import Declaration, Parameter
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -73,6 +74,64 @@ def bind(
     function.__doc__ = reference.__doc__
     function.__defaults__, function.__kwdefaults__ = reference.__defaults__, reference.__kwdefaults__
     return function
+
+
+def prepare(
+    declaration: Declaration,
+    reference: Callable[..., Any],
+    function: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    varying: str,
+    names: dict[str, Any],
+) -> Callable[[torch.Tensor], Any]:
+    """A kernel with all arguments but one given, for calls of a few microseconds.
+
+    The first call checks all arguments. So does a call with a tensor of another dtype, length or kind of memory.
+
+    Args:
+        declaration: the kernel as the library declares it.
+        reference: the function of the reference.
+        function: what `bind` made of both.
+        arguments: by the names of the reference. Their tensors must keep their memory.
+        varying: the argument that is missing, a gradient or a parameter.
+        names: as in `bind`.
+    """
+    signature = inspect.signature(reference)
+    known = signature.parameters
+    given = {name: arguments.get(name, parameter.default) for name, parameter in known.items() if name != varying}
+    returns_bool = signature.return_annotation == "bool"
+    kernel, dtype, numel = None, None, -1
+
+    def call(tensor: torch.Tensor) -> Any:
+        nonlocal kernel, dtype, numel
+        if (
+            kernel is None
+            or tensor.dtype is not dtype
+            or tensor.numel() != numel
+            or not tensor.is_contiguous()
+            or not tensor.is_cpu
+            or tensor.is_neg()
+            or not (pointer := tensor.data_ptr())
+        ):
+            result = function(**arguments, **{varying: tensor})
+            kernel, dtype, numel = make(tensor), tensor.dtype, tensor.numel()
+            return result
+        found = kernel(pointer)
+        return found != 0 if returns_bool else found
+
+    def make(tensor: torch.Tensor) -> Callable[[int], Any]:
+        values = [_value(declaration, parameter, known) for parameter in declaration.parameters]
+        scope = {**names, **given, varying: tensor, "bounds": bounds_of(declaration.name, given["runs"])}
+        for one, other in _IF_NONE.items():
+            if scope.get(one, 0) is None:
+                scope[one] = scope[other]
+        fixed = [
+            "pointer" if parameter.name == varying else repr(eval(value, scope))
+            for parameter, value in zip(declaration.parameters, values, strict=True)
+        ]
+        return eval(f"lambda pointer: {declaration.name}({', '.join(fixed)})", names)
+
+    return call
 
 
 def _value(declaration: Declaration, parameter: Parameter, arguments: Mapping[str, inspect.Parameter]) -> str:

@@ -2,7 +2,8 @@
 
 The library exports the declarations of csrc/kernels.def as text. ctypes signatures are made from that text, so they
 are those of the library that is loaded. The environment variable `THINWIRE_NATIVE_LIBRARY` names another build, which
-must exist: for example that of `make sanitize`, whose kernels check every access.
+must exist: for example that of `make sanitize`, whose kernels check every access. With `THINWIRE_REQUIRE_NATIVE=1` an
+installation without the library cannot be imported.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from typing import Any
 
 _OTHER_BUILD = os.environ.get("THINWIRE_NATIVE_LIBRARY")
 PATH = Path(_OTHER_BUILD or Path(__file__).parent.with_name("_native.so"))
+REMEDY = "Install a C++ compiler (Debian: apt-get install g++) and then thinwire again."
+_OFF = ("", "0", "n", "no", "off", "false", "f")
+"""Values of THINWIRE_REQUIRE_NATIVE that require nothing: those of scikit-build-core, which reads it when it builds."""
 
 _DECLARATION = re.compile(r"(?P<result>\w+) (?P<name>\w+) \((?P<parameters>[^()]*)\)")
 _PARAMETER = re.compile(r"(?P<type>(const )?\w+( \*)?) ?(?P<name>\w+)")
@@ -104,10 +108,27 @@ class Library:
         if table is None:
             return None
         addresses = (ctypes.c_void_p * len(self.declarations)).from_address(table)
+        for name, address in zip(self.declarations, addresses, strict=True):
+            if address is None:
+                raise ImportError(
+                    f"{PATH} declares the kernel {name} and has none for {isa}: no file in csrc defines it"
+                )
         named = zip(self.declarations.values(), addresses, strict=True)
         return {declaration.name: declaration.at(address) for declaration, address in named}
 
 
 def load() -> Library | None:
-    """The library of this installation; None when it was installed without a C++ compiler."""
-    return Library(PATH) if PATH.exists() or _OTHER_BUILD else None
+    """The library of this installation; None when it was installed without a C++ compiler.
+
+    Raises:
+        ImportError: when there is none and `THINWIRE_REQUIRE_NATIVE=1`.
+    """
+    if PATH.exists() or _OTHER_BUILD:
+        return Library(PATH)
+    required = os.environ.get("THINWIRE_REQUIRE_NATIVE", "")
+    if required.lower() not in _OFF:
+        raise ImportError(
+            f"THINWIRE_REQUIRE_NATIVE={required}, but thinwire was installed without its native kernels: {PATH} does "
+            f"not exist. {REMEDY}"
+        )
+    return None

@@ -65,23 +65,25 @@ def sign_merge(
     answer: Tensor,
     *,
     scales: Tensor,
-    last_scale: float | Tensor,
+    last_scales: Tensor,
     sums: Tensor,
     shift: int,
 ) -> None:
     """Write the signs of the mean of the workers' messages plus the residual of the last answer.
 
-    The runs belong to one shard, and their bytes count from the start of a packet. `rows` is `(n, packet)`, and row `i`
-    stands for its bits times `scales[i]`. `y` has the element `e` at `e - shift`. It is what was to be answered in the
-    last step, of which its sign times `last_scale` was answered. `sums` gets each run's sum of squares.
+    The runs belong to one shard. Their bytes count from the start of a packet, and their last field is the number of
+    a block `b` of the shard. `rows` is `(n, packet)`, `scales` is `(n, blocks)`, and row `i` stands for its bits times
+    `scales[i, b]`. `y` has the element `e` at `e - shift`. It is what was to be answered in the last step, of which its
+    sign times `last_scales[b]` was answered. `sums` gets each run's sum of squares.
     """
     share = float32(1.0) / rows.shape[0]
     for i, run in enumerate(each_run(runs)):
-        total = signed(run.bits_in(rows[0]), scales[0])
-        for row, scale in zip(rows[1:], scales[1:], strict=True):
+        of_block = scales[:, run.shard]
+        total = signed(run.bits_in(rows[0]), of_block[0])
+        for row, scale in zip(rows[1:], of_block[1:], strict=True):
             total = total + signed(run.bits_in(row), scale)
         here = y[run.of_flat(shift)]
-        here.copy_(total * share + without_sign(here, float32(float(last_scale))))
+        here.copy_(total * share + without_sign(here, last_scales[run.shard]))
         sums[i] = _write_signs(run, here, answer)
 
 

@@ -64,7 +64,6 @@ def need_on_device(
     bad: Tensor | None = None,
     gate: Gate | None = None,
     scale: float | Tensor = 1.0,
-    scale_name: str = "scale",
 ) -> None:
     """Check the tensors that only kernels take for which the host does not wait."""
     if bad is not None:
@@ -72,7 +71,7 @@ def need_on_device(
     if gate is not None:
         need(kernel, "gate", gate.open, torch.int32, gate.parameter + 1, device)
     if isinstance(scale, Tensor):
-        need(kernel, scale_name, scale, torch.float32, 1, device)
+        need(kernel, "scale", scale, torch.float32, 1, device)
 
 
 def blocks_of(elements: int) -> int:

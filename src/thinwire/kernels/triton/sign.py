@@ -187,23 +187,26 @@ def momentum_encode(
 
 @jit(do_not_specialize=["workers", "share"])
 def _sign_merge(
-    runs, rows, row_bytes, workers, y, answer, scales, last_scale, sums, room, share, shift, WORDS: tl.constexpr
-):
-    element, _, count, byte, _, _ = run_at(runs, tl.program_id(1))
+    runs, rows, row_bytes, workers, y, answer, scales, apart, last_scales, sums, room, share, shift,
+    WORDS: tl.constexpr,
+):  # fmt: skip
+    element, _, count, byte, _, block = run_at(runs, tl.program_id(1))
     sums += tl.program_id(1).to(tl.int64) * room
     word, offset = tile(WORDS)
     for full in tl.static_range(2):
         if has_tile(count, full, WORDS):
             mask, word_mask = inside(offset, count, full), inside(word * 64, count, full)
             first = tl.load(words_of(rows, byte) + word, mask=word_mask, other=0)
-            total = signed(unpack(first), tl.load(scales))
+            scale = scales + block
+            total = signed(unpack(first), tl.load(scale))
             row = rows
-            for worker in range(1, workers):
+            for worker in range(1, workers):  # noqa: B007 - `_` is a field of the run, of another type
                 row += row_bytes
+                scale += apart
                 up = unpack(tl.load(words_of(row, byte) + word, mask=word_mask, other=0))
-                total += signed(up, tl.load(scales + worker))
+                total += signed(up, tl.load(scale))
             at = element - shift + offset
-            z = total * share + rest_of(tl.load(y + at, mask=mask, other=0.0), tl.load(last_scale))
+            z = total * share + rest_of(tl.load(y + at, mask=mask, other=0.0), tl.load(last_scales + block))
             _keep_and_sign(y, at, mask, z, words_of(answer, byte), word, word_mask, sums, WORDS)
 
 
@@ -214,20 +217,19 @@ def sign_merge(
     answer: Tensor,
     *,
     scales: Tensor,
-    last_scale: Tensor,
+    last_scales: Tensor,
     sums: Tensor,
     shift: int,
 ) -> None:
-    """See the reference; `last_scale` is a float32 on the device."""
+    """See the reference."""
     device = device_of("sign_merge", "y", y)
-    arguments.sign_merge(runs, rows, y, answer, scales, sums, shift, device)
-    need_on_device("sign_merge", device, scale=last_scale, scale_name="last_scale")
+    arguments.sign_merge(runs, rows, y, answer, scales, last_scales, sums, shift, device)
     table, grid = runs_on(device, runs)
     by_tile = room_for_sums(grid, y.device)
     launch(
         _sign_merge, grid, y,
-        table, rows, rows.stride(0), rows.shape[0], y, answer, scales, last_scale, by_tile, by_tile.shape[-1],
-        1.0 / rows.shape[0], shift,
+        table, rows, rows.stride(0), rows.shape[0], y, answer, scales, scales.stride(0), last_scales,
+        by_tile, by_tile.shape[-1], 1.0 / rows.shape[0], shift,
         WORDS=WORDS,
     )  # fmt: skip
     add_up(table, by_tile, sums)
