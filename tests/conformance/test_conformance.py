@@ -26,6 +26,7 @@ from tests.distributed.common import (
     token_net,
     trained_each,
 )
+from tests.distributed.stages import PAPER
 from tests.instruction_sets import instruction_sets
 
 
@@ -65,9 +66,9 @@ VARIANCE = {
 OPTIMIZERS = [
     Entry(thinwire.Birder, lr=0.02),
     Entry(thinwire.DistributedLion, lr=0.02),
-    Entry(thinwire.OneBitAdam, 0.04, WARM_UP, dense_steps=3, buckets_matter=True),
-    Entry(thinwire.OneBitAdam, 0.04, {**WARM_UP, **INT4}, buckets_matter=True, variant="int4-warm-up"),
-    Entry(thinwire.OneBitAdam, 0.04, {**WARM_UP, **INT4, **BLOCKS}, buckets_matter=True, variant="blocks"),
+    Entry(thinwire.OneBitAdam, 0.04, {**WARM_UP, **PAPER}, dense_steps=3, buckets_matter=True),
+    Entry(thinwire.OneBitAdam, 0.04, WARM_UP, buckets_matter=True, variant="int4-warm-up"),
+    Entry(thinwire.OneBitAdam, 0.04, {**WARM_UP, **BLOCKS}, buckets_matter=True, variant="blocks"),
     Entry(thinwire.ZeroOneAdam, 0.06, VARIANCE, dense_steps=3, buckets_matter=True),
     Entry(thinwire.ZeroOneAdam, 0.06, {**VARIANCE, **INT4}, buckets_matter=True, variant="int4-warm-up"),
     Entry(thinwire.Lamb, 0.05, dense_steps=3),

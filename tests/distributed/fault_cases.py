@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from tests.distributed.common import environment, token_loss, token_net
+from tests.distributed.stages import PAPER
 from thinwire.compressors.all_reduce import EncodedAllReduce
 from thinwire.optimizers.optimizer import WireOptimizer
 from thinwire.transport.lane_transport import LaneTransport
@@ -65,7 +66,7 @@ class Between:
         """Nothing."""
 
 
-WARM_UP: dict[str, Any] = {"optimizer": "OneBitAdam", "options": {"betas": (0.9, 0.9), "warmup_steps": 10}}
+WARM_UP: dict[str, Any] = {"optimizer": "OneBitAdam", "options": {"betas": (0.9, 0.9), "warmup_steps": 10, **PAPER}}
 SKETCH: dict[str, Any] = {"optimizer": "SketchedAMSGrad"}
 CHECK: dict[str, Any] = {"options": {"check_replicas_every": 3}}
 NODES: dict[str, Any] = {"world_size": 4, "ranks_a_node": 2}

@@ -21,8 +21,10 @@ VARIANCE = {
 VARIANCE_STEPS = (1, 2, 3, 4, 6, 8, 10)
 LOCAL_STEPS = (15, 17, 19, 20, 21, 23, 24, 25, 27, 28, 29)
 """The first of them; ZeroOneAdam's steps 5, 7, 9 and those after FREEZE that are not listed exchange signs."""
+PAPER: dict[str, Any] = {"warmup_bits": None, "scale_block": None}
+"""1-bit Adam as in the paper: a dense warm-up, and one scale per shard."""
 STAGES: dict[str, tuple[type, dict[str, Any]]] = {
-    "OneBitAdam": (thinwire.OneBitAdam, WARM_UP),
+    "OneBitAdam": (thinwire.OneBitAdam, {**WARM_UP, **PAPER}),
     "ZeroOneAdam": (thinwire.ZeroOneAdam, VARIANCE),
     "Lamb": (thinwire.Lamb, {"betas": (0.9, 0.9)}),
     "OneBitLamb": (thinwire.OneBitLamb, WARM_UP),

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from tests.distributed.common import digest, run_nodes, token_loss, token_net
-from tests.distributed.stages import LOCAL_STEPS, VARIANCE
+from tests.distributed.stages import LOCAL_STEPS, PAPER, VARIANCE
 from thinwire.kernels import reference
 from thinwire.transport import packet
 from thinwire.transport.buffers import MAX_CHANNELS
@@ -28,7 +28,7 @@ SENDER = 1
 SOON = 20.0
 """Seconds, far less than the timeout of the group."""
 MULTIPLE = {"bucket_mb": 0.01}
-SIGNS = {"betas": (0.9, 0.9), "warmup_steps": 10}
+SIGNS = {"betas": (0.9, 0.9), "warmup_steps": 10, **PAPER}
 
 FIELDS = {"magic": (4, "<H"), "version": (6, "<H"), "flags": (8, "<H"), "sender": (10, "<H"), "step": (12, "<Q")}
 FIELDS |= {"bucket": (20, "<I"), "length": (24, "<I"), "layout": (28, "<I")}

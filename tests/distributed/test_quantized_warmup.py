@@ -11,7 +11,7 @@ import torch
 
 from tests.distributed.common import run_nodes
 from tests.distributed.scenarios import SHAPES, mean_of_node, own_elements, partly_absent
-from tests.distributed.stages import FREEZE, STAGES, VARIANCE_STEPS, make, noise, parameters
+from tests.distributed.stages import FREEZE, VARIANCE_STEPS, make, noise, parameters
 from tests.harness import run_ranks
 from tests.oracles.quantized_averaging import QuantizedAveraging
 from thinwire.compressors.quantized import QuantizedScheme
@@ -139,6 +139,5 @@ def test_ranks_must_agree_on_the_bits() -> None:
 
 def test_the_warning_of_a_long_warmup_says_what_is_sent() -> None:
     (p,) = parameters((70,))
-    optimizer, schedule = STAGES["OneBitAdam"]
     with pytest.warns(RuntimeWarning, match="the whole run sends 4 bits per parameter"):
-        optimizer([p], **schedule, warmup_bits=4, total_steps=FREEZE)
+        make("OneBitAdam", [p], warmup_bits=4, total_steps=FREEZE)

@@ -17,6 +17,7 @@ from tests.distributed.oracle_cases import (
     assert_runs_are_the_oracle,
 )
 from tests.distributed.scenarios import SHAPES, Scenario, partly_absent, ramp, rows_untouched, sometimes_nonfinite
+from tests.distributed.stages import PAPER
 
 
 def fall_and_rise(step: int) -> float:
@@ -24,7 +25,7 @@ def fall_and_rise(step: int) -> float:
     return 0.01 if step < 18 else 0.001 if step < 24 else 0.0 if step < 28 else 0.01
 
 
-ONE_BIT_ADAM = OracleCase(thinwire.OneBitAdam, options={"betas": (0.9, 0.8), "warmup_steps": 6})
+ONE_BIT_ADAM = OracleCase(thinwire.OneBitAdam, options={"betas": (0.9, 0.8), "warmup_steps": 6, **PAPER})
 ZERO_ONE_ADAM = OracleCase(
     thinwire.ZeroOneAdam,
     Scenario(steps=40),

@@ -94,6 +94,7 @@ def test_models_train_on_the_same_random_data_every_time(name: str) -> None:
         ("onebit-adam", Cluster(4, 1), 2 * 3 / 4),
         ("onebit-adam", Cluster(2, 2), 2 * 2 * 2 / 4),
         ("onebit-adam-warmup", Cluster(4, 1), 2 * 3 / 4 * 32),  # as much as a ring of four
+        ("onebit-adam-4bit-warmup", Cluster(4, 1), 2 * 3 / 4 * 4.25),
         ("zero-one-adam", Cluster(4, 1), 2 * 3 / 4),
         ("zero-one-adam-local", Cluster(4, 1), 2 * 3 / 4 / 16),
         ("onebit-lamb", Cluster(4, 1), 2 * 3 / 4),
@@ -283,7 +284,15 @@ def test_end_to_end(tmp_path: Path) -> None:
 def test_optimizers_send_what_their_rows_say() -> None:
     """Those that begin dense are measured in their stages."""
     methods = (
-        *("onebit-adam", "onebit-adam-warmup", "zero-one-adam", "zero-one-adam-local", "onebit-lamb"),
+        *(
+            "onebit-adam",
+            "onebit-adam-warmup",
+            "onebit-adam-4bit",
+            "onebit-adam-4bit-warmup",
+            "zero-one-adam",
+            "zero-one-adam-local",
+            "onebit-lamb",
+        ),
         *("cd-adam", "cd-adam-topk", "sketched-amsgrad", "compress-int4", "compress-powersgd"),
     )
     plan = StepPlan(2, 1, ("unlimited",), ("lm-tiny",), methods, rounds=1, seconds=0.1)

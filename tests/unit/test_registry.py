@@ -13,12 +13,12 @@ from thinwire.cli.averagings import AVERAGINGS, COMMANDS, contenders
 from thinwire.cli.registry import ALL_COMMANDS, OPTIMIZERS, offered
 
 NAMES = {
-    "demo": "birder onebit-adam zero-one-adam onebit-lamb lamb cd-adam cd-adam-momentum cd-adam-topk sketched-amsgrad "
-    "distributed-lion",
+    "demo": "birder onebit-adam onebit-adam-4bit zero-one-adam onebit-lamb lamb cd-adam cd-adam-momentum cd-adam-topk "
+    "sketched-amsgrad distributed-lion",
     "bench exchange": "birder onebit-adam zero-one-adam onebit-lamb cd-adam cd-adam-topk sketched-amsgrad "
     "distributed-lion",
-    "bench step": "birder birder-majority birder-votes onebit-adam zero-one-adam onebit-lamb cd-adam cd-adam-topk "
-    "sketched-amsgrad distributed-lion",
+    "bench step": "birder birder-majority birder-votes onebit-adam onebit-adam-4bit zero-one-adam onebit-lamb cd-adam "
+    "cd-adam-topk sketched-amsgrad distributed-lion",
     "chaos": "birder onebit-adam zero-one-adam onebit-lamb lamb cd-adam cd-adam-topk sketched-amsgrad distributed-lion",
     "selftest": "birder birder-majority birder-votes onebit-adam zero-one-adam onebit-lamb lamb cd-adam cd-adam-topk "
     "sketched-amsgrad distributed-lion",

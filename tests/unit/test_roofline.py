@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import thinwire
 from benchmarks import roofline
 from benchmarks.roofline_kernels import FORMS, METHODS, TILE, WORKERS, YARDSTICK, Form, Kernel, local_step
+from tests.distributed.stages import PAPER
 from tests.harness import run_ranks
 from thinwire.cli.stages import MOSTLY_LOCAL, WARMED_UP
 from thinwire.kernels import ops, reference
@@ -50,9 +51,9 @@ RUNS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         for downlink in ("bit", "majority", "votes")
         for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
     },
-    "1-bit Adam, fp32 errors": (thinwire.OneBitAdam, {**WARMED_UP, **VISIBLE}),
-    "1-bit Adam, bf16 errors": (thinwire.OneBitAdam, {**WARMED_UP, **VISIBLE, "error_dtype": torch.bfloat16}),
-    "1-bit Adam, warm-up": (thinwire.OneBitAdam, {}),
+    "1-bit Adam, fp32 errors": (thinwire.OneBitAdam, {**WARMED_UP, **VISIBLE, **PAPER}),
+    "1-bit Adam, bf16 errors": (thinwire.OneBitAdam, {**WARMED_UP, **VISIBLE, **PAPER, "error_dtype": torch.bfloat16}),
+    "1-bit Adam, warm-up": (thinwire.OneBitAdam, PAPER),
     "0/1 Adam, synchronising step": (thinwire.ZeroOneAdam, {**MOSTLY_LOCAL, **VISIBLE}),
     "0/1 Adam, local step": (thinwire.ZeroOneAdam, {**MOSTLY_LOCAL, **VISIBLE}),
     "1-bit LAMB": (thinwire.OneBitLamb, {**WARMED_UP, **VISIBLE}),

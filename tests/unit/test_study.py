@@ -34,7 +34,7 @@ from thinwire.cli.study.plots import plot_task
 from thinwire.cli.study.references import DistributedLion, MeanAdamW, MeanSGD
 from thinwire.cli.study.report import rates, section
 from thinwire.cli.study.runs import VALIDATIONS, Point, Result, Run, run_virtually, train
-from thinwire.cli.study.search import FRESH_SEEDS, RATES, SEARCH_RUNS, SEARCH_SEED, search_runs, study
+from thinwire.cli.study.search import FRESH_SEEDS, RATES, SEARCH_RUNS, SEARCH_SEED, search_runs, study, takes_part
 from thinwire.cli.study.store import Store
 from thinwire.cli.study.summary import Summary, summaries
 from thinwire.cli.study.tasks import FineTuningTask, PictureTask, Score, Sources, Task, TextTask, tasks
@@ -270,11 +270,30 @@ def test_rates_at_which_training_diverges_are_left(tmp_path: Path) -> None:
 def test_the_reference_and_the_flagship_may_search_longer(tmp_path: Path) -> None:
     assert [name for name, method in METHODS.items() if method.more_betas] == ["adamw", "birder-votes"]
     method = METHODS["adamw"]
+    task = small(tmp_path, "text")
     landscape = Landscape(20 * method.lr, method.more_betas[0], method.decays[1])
-    best = study(small(tmp_path, "text"), method, landscape)
+    best = study(task, method, landscape)
     assert best.betas == method.more_betas[0]
     assert abs(math.log2(best.lr / landscape.best.lr)) <= 0.5, "beyond what the first four rates reach"
-    assert len({setting for setting, seed in landscape.runs if seed == SEARCH_SEED}) == search_runs(method)
+    assert len({setting for setting, seed in landscape.runs if seed == SEARCH_SEED}) == search_runs(task, method)
+
+
+def test_a_long_task_searches_rates_only(tmp_path: Path) -> None:
+    task, method = small(tmp_path, "larger"), METHODS["adamw"]
+    assert task.betas not in method.betas
+    landscape = Landscape(1.3 * method.lr * task.lr, method.betas[0], method.decays[1])
+    best = study(task, method, landscape)
+    assert (best.betas, best.weight_decay) == (task.betas, method.decays[0])
+    assert abs(math.log2(best.lr / landscape.best.lr)) <= 0.5
+    searched = {setting for setting, seed in landscape.runs if seed == SEARCH_SEED}
+    assert len(searched) == search_runs(task, method) == RATES
+
+
+def test_tasks_name_methods_that_exist(tmp_path: Path) -> None:
+    for task in tasks(sources(tmp_path)).values():
+        assert set(task.methods or ()) <= set(METHODS)
+        assert {method.only for method in METHODS.values()} - {None} <= set(tasks(sources(tmp_path)))
+        assert takes_part(task, METHODS["adamw"]), "all are compared with it"
 
 
 def test_one_beta_is_the_papers_rule() -> None:
@@ -379,14 +398,16 @@ def test_the_page_has_the_tables_that_the_command_prints(tmp_path: Path) -> None
     tables = (copied / "tables.md").read_text(encoding="utf-8")
     assert tables == (ROOT / "docs" / "convergence" / "tables.md").read_text(encoding="utf-8")
     page = (ROOT / "docs" / "convergence.md").read_text(encoding="utf-8")
-    by_task = [summaries(copied, task, list(METHODS)) for task in tasks(Sources()).values()]
+    run = [task for task in tasks(Sources()).values() if (copied / task.name).exists()]
+    assert {"text", "pictures", "fine-tuning"} <= {task.name for task in run}
+    by_task = [summaries(copied, task, list(METHODS)) for task in run]
     assert rates(by_task) in page
-    for task in tasks(Sources()).values():
+    for task in run:
         found = summaries(copied, task, list(METHODS))
         shown = {summary.method.name for summary in found}
         assert shown == {path.stem for path in (copied / task.name).glob("*.json")}
         searched = {name for name, method in METHODS.items() if method.settings_of is None}
-        assert shown >= {name for name in searched if METHODS[name].only in (None, task.name)}
+        assert shown >= {name for name in searched if takes_part(task, METHODS[name])}
         assert section(task, found) in page
         assert f"convergence/{task.name}.png" in page
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import thinwire
-from thinwire.cli.stages import ALIKE, DENSE, WITH_LOCAL_STEPS, Stages, after_warm_up
+from thinwire.cli.stages import ALIKE, DENSE, QUANTISED_SHARE, WITH_LOCAL_STEPS, Stages, after_warm_up
 from thinwire.optimizers.optimizer import WireOptimizer
 
 WEIGHT_DECAY = 0.1
@@ -26,7 +26,7 @@ ADAMW: dict[str, Any] = {"lr": 5e-3, "betas": (0.7, 0.95), "weight_decay": WEIGH
 SHORT_RUN, LR_OF_SHORT_RUN = 200, 3e-3
 """A run of up to so many steps has a smaller learning rate: 5e-3 is the best of a few for 400 steps. In 125 steps AdamW
 ended at 2.129 and 2.107 with 3e-3 (two seeds), at 2.141 and 2.172 with 5e-3, and at 2.194 and 2.184 with 7e-3."""
-RECOMMENDED = "birder"
+RECOMMENDED = "onebit-adam-4bit"
 """What `thinwire demo` trains with unless it is told otherwise: the name of an optimizer here, or of an averaging."""
 TOPK_OF = 64
 """Top-k sends one of so many elements, as an index and a value: as many bytes as signs take."""
@@ -72,6 +72,10 @@ class Search:
     """In the study's tables, if it differs from the label."""
     seeded: bool = True
     """Whether the seed of a run is also the seed of the optimizer."""
+    only: str | None = None
+    """The task that it is for; None for all."""
+    settings_of: str | None = None
+    """A method of the study whose best settings it uses, instead of a search of its own."""
 
 
 @dataclass(frozen=True)
@@ -209,10 +213,28 @@ _ENTRIES = (
         thinwire.OneBitAdam,
         lr=2.5e-3,
         betas=(0.8, 0.95),
+        options={"warmup_bits": None, "scale_block": None},
         stages=after_warm_up("AdamW"),
         measured_as="flat, after its warm-up",
         scales_per_bucket=True,
         search=Search(5e-3, _FROZEN_BETAS, {"warm-up": 0.15}),
+    ),
+    Entry(
+        "onebit-adam-4bit",
+        "1-bit Adam, 4-bit warm-up",
+        thinwire.OneBitAdam,
+        lr=ADAMW["lr"],
+        betas=ADAMW["betas"],
+        stages=after_warm_up("AdamW", QUANTISED_SHARE, bits=4),
+        measured_as="flat, after its warm-up",
+        scales_per_bucket=True,
+        search=Search(
+            5e-3,
+            _FROZEN_BETAS,
+            {"warm-up": QUANTISED_SHARE, "warm-up bits": 4, "scale block": 4096},
+            settings_of="adamw",
+        ),
+        commands=frozenset({"demo", "bench step"}),
     ),
     Entry(
         "zero-one-adam",
@@ -244,6 +266,7 @@ _ENTRIES = (
         betas=(0.8, 0.95),
         stages=DENSE,
         bits=Bits.each_way(32),
+        search=Search(1e-2, _FROZEN_BETAS, only="large-batch"),
         commands=frozenset({"demo", "chaos", "selftest"}),
     ),
     Entry(

@@ -7,12 +7,15 @@ all alike uses `ALIKE`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 DENSE_SHARE = 0.15
 """The share of a whole run that is dense, or mostly dense, in optimizers with such a stage."""
+QUANTISED_SHARE = 0.3
+"""The share of a whole run that is warm-up if its gradients are quantised, which makes it cheap."""
 DENSE_STEPS = 2
 """The dense steps of a benchmark; benchmarks do not measure their first steps."""
 LOCAL_CYCLE = 16
@@ -43,14 +46,14 @@ OF_ALL_KINDS: dict[str, Any] = {**MOSTLY_LOCAL, "var_freeze_step": 4, "local_ste
 """0/1 Adam: dense and signs up to the fourth step, local steps and synchronisations up to the eighth."""
 
 
-def dense_steps(steps: int) -> int:
+def dense_steps(steps: int, share: float = DENSE_SHARE) -> int:
     """How many steps of a whole run are dense, or mostly dense, in optimizers with such a stage."""
-    return max(1, round(DENSE_SHARE * steps))
+    return max(1, round(share * steps))
 
 
-def warm_up(steps: int, betas: tuple[float, ...] = (0.8, 0.95)) -> dict[str, Any]:
+def warm_up(steps: int, betas: tuple[float, ...] | None = None, share: float = DENSE_SHARE) -> dict[str, Any]:
     """A warm-up for a run of so many steps, and betas whose variance looks back no further than the warm-up."""
-    dense = dense_steps(steps)
+    dense, betas = dense_steps(steps, share), betas or (0.8, 0.95)
     return {"betas": (betas[0], min(betas[1], 1 - 1 / dense)), "warmup_steps": dense}
 
 
@@ -105,17 +108,24 @@ DENSE = Stages(remark=lambda steps: "all steps send floats, as AdamW's do.", nin
 """All steps are dense."""
 
 
-def after_warm_up(rule: str) -> Stages:
-    """Dense steps by an uncompressed rule, then compressed ones."""
+def after_warm_up(rule: str, share: float = DENSE_SHARE, bits: int | None = None) -> Stages:
+    """Steps by an uncompressed rule, then compressed ones.
+
+    Args:
+        rule: the name of the uncompressed rule.
+        share: the share of a whole run that it has.
+        bits: of its gradients; None for floats.
+    """
 
     def remark(steps: int) -> str:
+        sent = "floats" if bits is None else f"{bits} bits per parameter each way"
         return (
-            f"the first {dense_steps(steps)} of {steps} steps are {rule}'s and send floats, the others one bit per "
-            "parameter each way."
+            f"the first {dense_steps(steps, share)} of {steps} steps are {rule}'s and send {sent}, the others one bit "
+            "per parameter each way."
         )
 
     return Stages(
-        whole_run=warm_up,
+        whole_run=functools.partial(warm_up, share=share),
         remark=remark,
         measured=WARMED_UP,
         settling_steps=4,

@@ -1,4 +1,4 @@
-"""1-bit Adam: dense Adam until its variance has settled, then a momentum in signs and scales, with residuals.
+"""1-bit Adam: Adam on few bits until its variance has settled, then a momentum in signs and scales, with residuals.
 
 Hanlin Tang, Shaoduo Gan, Ammar Ahmad Awan, Samyam Rajbhandari, Conglong Li, Xiangru Lian, Ji Liu, Ce Zhang, Yuxiong He:
 "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed". ICML 2021.
@@ -31,26 +31,28 @@ from thinwire.transport.state import State, Tensors
 
 
 class OneBitAdam(WireOptimizer):
-    r"""1-bit Adam (Tang et al., ICML 2021): dense AdamW first, then one bit per parameter with error feedback.
+    r"""1-bit Adam (Tang et al., ICML 2021): AdamW first, at 4 bits, then one bit per parameter with error feedback.
 
-    The warm-up is AdamW on the exact mean gradient. At its end the variance is frozen as v̂. From then on all workers
-    share the momentum m, and worker i sends a scaled sign, C(y) = ‖y‖₂/√len · sign(y)::
+    The warm-up is AdamW on the quantised mean gradient, at 4.25 bits per parameter and direction::
+
+        g = Q( mean_i Q(g_i + e_i) + ē )
+
+    At its end the variance is frozen as v̂. From then on all workers share the momentum m, and worker i sends a scaled
+    sign, C(y) = ‖y‖₂/√len · sign(y)::
 
         m ← C( mean_i C(β1 m + (1-β1) g_i + e_i) + ē )        x ← (1 - lr·λ) x - lr · m̂ / (√v̂ + ε)
 
     e_i is the residual of the worker, and ē that of the owner of a shard: what their compressed messages have left out
-    so far. There is one scale per shard of a bucket, or one per
-    `scale_block` parameters.
+    so far. There is one scale per `scale_block` parameters.
 
-    With `warmup_bits=4` the warm-up takes the quantised mean gradient instead of the exact one, at 4.25 bits per
-    parameter and direction instead of 32::
-
-        g = Q( mean_i Q(g_i + e_i) + ē )
+    With a warm-up of 30 % of the run, a run sends 2 bits per parameter and direction on average. With AdamW's own
+    settings it ends where AdamW ends, within its standard deviation: docs/convergence.md. `warmup_bits=None` and
+    `scale_block=None` are the paper's: a dense warm-up, and large blocks.
 
     Example::
 
         model = DDP(net)
-        opt = thinwire.OneBitAdam(model.parameters(), lr=1e-3, betas=(0.9, 0.99), warmup_steps=1500)
+        opt = thinwire.OneBitAdam(model.parameters(), lr=1e-3, betas=(0.9, 0.99), warmup_steps=3000)  # of 10,000 steps
         thinwire.attach(model, opt)
         ...
         loss.backward(); opt.step(); opt.zero_grad()
@@ -63,22 +65,22 @@ class OneBitAdam(WireOptimizer):
             takes at least that many. A β2 smaller than AdamW's 0.999 makes it short.
         eps: added to √v̂, as in AdamW.
         weight_decay: decoupled decay λ, as in AdamW.
-        warmup_steps: the number of dense steps; a tenth to a fifth of the run is common. "auto": until the sum of the
+        warmup_steps: the length of the warm-up: 30 % of the run, or 15 % if it is dense. "auto": until the sum of the
             bias-corrected variance is at least 0.96 of its value 1/(1-β2) steps earlier, and no learning rate has risen
             for that long. It is checked 16 times in that many steps, and the end is logged (logger "thinwire").
-        warmup_bits: None sends the gradients of the warm-up as float32. 4 or 8 sends them quantised: so many bits each,
-            and 16 bits for the scale of each block of 64, with residuals at workers and owners. These take 4 + 4/n
-            bytes per parameter with n workers, on a CPU only until the warm-up ends. With a single worker nothing is
-            quantised.
+        warmup_bits: 4 or 8 sends the gradients of the warm-up quantised: so many bits each, and 16 bits for the scale
+            of each block of 64, with residuals at workers and owners. These take 4 + 4/n bytes per parameter with n
+            workers, on a CPU only until the warm-up ends. With a single worker nothing is quantised. None sends
+            float32.
         total_steps: the length of the run, if known. The constructor warns if the warm-up would take all of it.
         variance_floor: when the variance is frozen, √v̂ of a coordinate is at least this fraction of the root mean
             square over its parameter. A sign moves a row that rarely has a gradient as much as any other; divided by a
             tiny √v̂ it would make huge steps. 0 is the paper's rule.
         maximize: ascend instead of descend.
         scale_block: the number of parameters that share a scale after the warm-up: a multiple of 64, counted from the
-            start of a shard. A parameter then costs 1 + 32/scale_block bits and direction, such as 1.008 with 4096.
-            None: one scale per shard. Every block is a unit of work, so small blocks take time, and below 1,024 also
-            memory: about 1 kB per block.
+            start of a shard. A parameter then costs 1 + 32/scale_block bits per direction, such as 1.008 with 4096.
+            Every block is a unit of work, so small blocks take time, and below 1,024 also memory: about 1 kB per
+            block. None: one scale per shard.
         error_dtype: the dtype of all residuals. torch.bfloat16 halves their memory.
         process_group: the ranks that train together; the default group if None.
         topology: "flat", "hierarchical" or "auto", as in `thinwire.Birder`. In a hierarchical topology the node is the
@@ -97,8 +99,9 @@ class OneBitAdam(WireOptimizer):
 
     When not to use it:
         When gradients change their magnitude a lot after the warm-up (a new task, a jump of the learning rate): the
-        frozen variance does not follow. For short runs, most of which would be warm-up: use `thinwire.Birder`. Watch
-        the loss in the steps after the freeze; if it rises, freeze later or lower the learning rate.
+        frozen variance does not follow. For the fewest bytes:
+        `thinwire.Birder` sends one bit from the first step on. Watch the loss in the steps after the freeze; if it
+        rises, freeze later or lower the learning rate.
 
     Gradient clipping:
         Use `clip_norm` or `clip_value`. The frozen variance does not grow with a spike, which then moves parameters
@@ -130,11 +133,11 @@ class OneBitAdam(WireOptimizer):
         weight_decay: float = 0.01,
         *,
         warmup_steps: Length = "auto",
-        warmup_bits: int | None = None,
+        warmup_bits: int | None = 4,
         total_steps: int | None = None,
         variance_floor: float = 0.1,
         maximize: bool = False,
-        scale_block: int | None = None,
+        scale_block: int | None = 4096,
         error_dtype: torch.dtype = torch.float32,
         **wire: Unpack[WireOptions],
     ) -> None:

@@ -123,6 +123,7 @@ def _runs_are_their_papers(site: Site, findings: Findings) -> None:
     bucket_mb = _PLAIN.options["bucket_mb"]
     places, shards, owners = oracles.flat_places(numels, site.ranks, bucket_elements(bucket_mb, sum(numels)))
     adam = {"betas": _BETAS, "eps": _EPS, "variance_floor": _FLOOR}
+    paper = {"warmup_bits": None, "scale_block": None}
     rule = {"lr": LR, "decay": _DECAY}
     cases: list[tuple[Subject, Callable[[Tensor], Any]]] = [
         (
@@ -138,7 +139,7 @@ def _runs_are_their_papers(site: Site, findings: Findings) -> None:
             lambda x: oracles.Birder(x, places, site.ranks, **rule, beta=0.8, downlink="votes"),
         ),
         (
-            Subject("1-bit Adam", thinwire.OneBitAdam, {**adam, "warmup_steps": _WARM_UP}),
+            Subject("1-bit Adam", thinwire.OneBitAdam, {**adam, **paper, "warmup_steps": _WARM_UP}),
             lambda x: oracles.OneBitAdam(x, shards, owners, site.ranks, **rule, **adam, warm_up=_WARM_UP),
         ),
     ]

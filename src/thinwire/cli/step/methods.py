@@ -267,8 +267,16 @@ _VARIANTS: dict[str, dict[str, Method]] = {
         "onebit-adam-warmup": _thinwire(
             "onebit-adam",
             "flat, in its warm-up: floats",
-            settings={"warmup_steps": "auto"},
+            settings={"warmup_steps": "auto", "warmup_bits": None},
             theory=_between_ranks(Bits.each_way(32)),
+        ),
+    },
+    "onebit-adam-4bit": {
+        "onebit-adam-4bit-warmup": _thinwire(
+            "onebit-adam-4bit",
+            "flat, in its warm-up: 4-bit gradients, and a scale of 16 bits per 64 of them",
+            settings={"warmup_steps": "auto"},
+            theory=_between_ranks(Bits.each_way(4 + 16 / 64)),
         ),
     },
     "zero-one-adam": {

@@ -21,7 +21,7 @@ from thinwire.cli.study import report
 from thinwire.cli.study.images import FASHION_MNIST
 from thinwire.cli.study.methods import METHODS, Setting
 from thinwire.cli.study.runs import Result, Run, run_really, run_virtually
-from thinwire.cli.study.search import FRESH_SEEDS, best_setting, repeat, search_runs, study
+from thinwire.cli.study.search import FRESH_SEEDS, best_setting, repeat, search_runs, study, takes_part
 from thinwire.cli.study.store import Store
 from thinwire.cli.study.tasks import Sources, Task, tasks
 from thinwire.testbed.supervisor import Child, ChildError, Returned, Supervisor
@@ -54,7 +54,7 @@ def study_command(
     ] = False,
     only_report: Annotated[bool, typer.Option("--report", help="Run nothing; report the stored results.")] = False,
 ) -> None:
-    """Compare convergence: search the settings of every optimizer on three tasks, and run the best on five seeds.
+    """Compare convergence: search the settings of every optimizer on several tasks, and run the best on five seeds.
 
     AdamW with compressed averages (compress-…) runs with the best settings of AdamW, which must be there or be chosen.
     You can stop it at any time: the next call continues.
@@ -63,7 +63,7 @@ def study_command(
     known = {name: each if steps is None else replace(each, steps=steps) for name, each in tasks(sources).items()}
     chosen = _chosen("--task", task, list(known))
     methods = _chosen("--method", method, list(METHODS))
-    pairs = [(t, m) for t in chosen for m in methods if METHODS[m].only in (None, t)]
+    pairs = [(t, m) for t in chosen for m in methods if takes_part(known[t], METHODS[m])]
     console = Console()
     check_folder(output, "--output", create=False)
     if not only_report:
@@ -124,7 +124,7 @@ def _run_all(
     Raises:
         ChildError: when a search fails; the message has its traceback.
     """
-    totals = {(t, m): search_runs(METHODS[m]) + len(FRESH_SEEDS) for t, m in pairs}
+    totals = {(t, m): search_runs(known[t], METHODS[m]) + len(FRESH_SEEDS) for t, m in pairs}
     bars: dict[tuple[str, str], TaskID] = {}
     done: dict[tuple[str, str], int] = {}
     waiting = list(pairs)
@@ -185,4 +185,4 @@ def _search(channel: Connection, output: Path, task: Task, method: str, processe
         assert setting is not None, "the study of the source is complete"
         repeat(setting, measure)
     # There may be fewer: some of the settings that were to be tried again were known.
-    channel.send(_Progress(task.name, method, task.steps, search_runs(METHODS[method]) + len(FRESH_SEEDS)))
+    channel.send(_Progress(task.name, method, task.steps, search_runs(task, METHODS[method]) + len(FRESH_SEEDS)))

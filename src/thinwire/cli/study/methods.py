@@ -98,6 +98,8 @@ def _registered(entry: Entry, search: Search) -> Method:
         dict(search.fixed),
         overlaps=entry.overlaps,
         more_betas=search.more_betas,
+        only=search.only,
+        settings_of=search.settings_of,
     )
 
 

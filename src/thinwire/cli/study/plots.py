@@ -13,7 +13,7 @@ from matplotlib.ticker import PercentFormatter
 
 from thinwire.cli.study.methods import METHODS
 from thinwire.cli.study.summary import Summary, reference
-from thinwire.cli.study.tasks import WORKERS, PictureTask, Task
+from thinwire.cli.study.tasks import PictureTask, Task
 
 _COLOURS = {name: colormaps["tab20"](i) for i, name in enumerate(METHODS)}
 HEADROOM = 1.6
@@ -52,8 +52,9 @@ def plot_task(path: Path, task: Task, found: Sequence[Summary]) -> None:
         against_steps.set_ylabel("cross-entropy of unseen characters (nats)")
     figure.legend(*against_bytes.get_legend_handles_labels(), loc="outside right center", title="best in the end first")
     figure.suptitle(
-        f"{task.title[0].upper()}{task.title[1:]}, {found[0].results[0].parameters:,} parameters, {WORKERS} workers, "
-        f"means of {len(found[0].results)} seeds; diamonds: the end, on more of the unseen data; dotted: AdamW's",
+        f"{task.title[0].upper()}{task.title[1:]}, {found[0].results[0].parameters:,} parameters, "
+        f"{task.workers} workers, means of {len(found[0].results)} seeds; diamonds: the end, on more of the unseen "
+        "data; dotted: AdamW's",
         fontsize="medium",
     )
     figure.savefig(path, dpi=130, format="png")

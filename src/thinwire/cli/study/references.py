@@ -22,7 +22,10 @@ def average_gradients(parameters: list[nn.Parameter]) -> None:
     gradients = [p.grad for p in parameters if p.grad is not None]
     assert len(gradients) == len(parameters), "models of the study use all their parameters"
     for p, of_workers in zip(parameters, _of_all_workers(gradients), strict=True):
-        p.grad = torch.stack(of_workers).mean(0)  # a new tensor: others may not have read the old one yet
+        total = torch.zeros_like(p)  # a new tensor: others may not have read the old one yet
+        for gradient in of_workers:
+            total += gradient
+        p.grad = total.div_(len(of_workers))
 
 
 class _OfTheMean(torch.optim.Optimizer):

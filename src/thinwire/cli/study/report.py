@@ -11,7 +11,7 @@ from rich.markdown import Markdown
 
 from thinwire.cli.study.methods import METHODS, Setting
 from thinwire.cli.study.summary import LINKS, REFERENCE, Summary, compute_seconds, reference, summaries
-from thinwire.cli.study.tasks import WORKERS, PictureTask, Task
+from thinwire.cli.study.tasks import PictureTask, Task
 from thinwire.cli.units import byte_count
 
 HEAD = ("optimizer", "lr, β, decay", "end, mean ± std", "against AdamW")
@@ -54,7 +54,7 @@ def section(task: Task, found: Sequence[Summary]) -> str:
     first = found[0].results[0]
     title = (
         f"### {task.title[0].upper()}{task.title[1:]}\n\n"
-        f"{first.parameters:,} parameters, {WORKERS} workers × {task.batch} examples, {task.steps} steps; "
+        f"{first.parameters:,} parameters, {task.workers} workers × {task.batch} examples, {task.steps} steps; "
         f"{'pictures taken for what they are' if isinstance(task, PictureTask) else 'loss'}, on data not trained on. "
         f"Forward and backward take a worker {1e3 * compute_seconds(found):.1f} ms on a core of its own.\n"
     )

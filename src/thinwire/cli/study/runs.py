@@ -19,7 +19,7 @@ from thinwire.cli import launch
 from thinwire.cli.registry import Prepared
 from thinwire.cli.schedule import is_due, learning_rate_factor
 from thinwire.cli.study.methods import METHODS, Course, Setting
-from thinwire.cli.study.tasks import LAST_RATE, WORKERS, Score, Task
+from thinwire.cli.study.tasks import LAST_RATE, Score, Task
 from thinwire.optimizers.optimizer import WireOptimizer
 from thinwire.transport import virtual
 
@@ -103,17 +103,17 @@ def _told_nobody(_: int) -> None:
 
 def run_virtually(run: Run, tell: Tell = _told_nobody) -> Result:
     """Train with virtual workers: one core, and the bits of `run_really`."""
-    return virtual.run_workers(WORKERS, train, run, tell)[0]
+    return virtual.run_workers(run.task.workers, train, run, tell)[0]
 
 
 def run_really(run: Run, tell: Tell = _told_nobody) -> Result:
     """Train with one process per worker, and with DDP."""
-    return launch.run_local_ranks(_train_in_process, WORKERS, (run,), tell)
+    return launch.run_local_ranks(_train_in_process, run.task.workers, (run,), tell)
 
 
 def _train_in_process(report: launch.Report, run: Run) -> Result:
     rank = torch.distributed.get_rank()
-    return train(rank, WORKERS, run, report, ddp=True)
+    return train(rank, run.task.workers, run, report, ddp=True)
 
 
 def train(worker: int, workers: int, run: Run, tell: Tell, *, ddp: bool = False) -> Result:

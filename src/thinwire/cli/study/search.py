@@ -19,10 +19,17 @@ RATES = 4
 SEARCH_RUNS = RATES + 3
 
 
-def search_runs(method: Method) -> int:
+def takes_part(task: Task, method: Method) -> bool:
+    """Whether a method is tried on a task."""
+    return method.only in (None, task.name) and (task.methods is None or method.name in task.methods)
+
+
+def search_runs(task: Task, method: Method) -> int:
     """How many settings a method may try."""
     if method.settings_of is not None:
         return 0
+    if task.betas is not None:
+        return RATES
     return SEARCH_RUNS + (len(method.more_betas) + RATES - 1 if method.more_betas else 0)
 
 
@@ -44,8 +51,11 @@ def study(task: Task, method: Method, measure: Measure) -> Setting:
     def cost(setting: Setting) -> float:
         return task.value(measure(setting, SEARCH_SEED).final)
 
-    best = Setting(rounded(method.lr * task.lr), method.betas[0], method.decays[0])
+    best = Setting(rounded(method.lr * task.lr), task.betas or method.betas[0], method.decays[0])
     best = replace(best, lr=_best_rate(best.lr, lambda rate: cost(replace(best, lr=rate))))
+    if task.betas is not None:
+        repeat(best, measure)
+        return best
     for name, others in (("betas", method.betas[1:]), ("weight_decay", method.decays[1:])):
         candidates = [best, *(replace(best, **{name: other}) for other in others)]
         best = min(candidates, key=cost)

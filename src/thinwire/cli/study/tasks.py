@@ -1,4 +1,4 @@
-"""What is trained in the study: three tasks on real data, small enough for many runs on few cores."""
+"""What is trained in the study: tasks on real data, small enough for many runs on few cores."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import abc
 import functools
 import hashlib
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,11 @@ class Task(abc.ABC):
     """Of one worker."""
     lr: float
     """What learning rates are multiples of: 1 for a transformer from scratch."""
+    workers: int = field(default=WORKERS, kw_only=True)
+    methods: tuple[str, ...] | None = field(default=None, kw_only=True)
+    """The names of the methods that take part; None for all. A long task has few."""
+    betas: tuple[float, ...] | None = field(default=None, kw_only=True)
+    """The betas of a search that tries learning rates only, because runs are long. None: betas and decay too."""
 
     @abc.abstractmethod
     def model(self) -> nn.Module:
@@ -79,7 +84,7 @@ class Task(abc.ABC):
 
     def definition(self) -> dict[str, Any]:
         """What a run depends on beside the code, the optimizer and the data: results of another one are done again."""
-        return {"steps": self.steps, "batch": self.batch, "workers": WORKERS}
+        return {"steps": self.steps, "batch": self.batch, "workers": self.workers}
 
     def value(self, score: Score) -> float:
         """What is compared, less being better; infinite where training has diverged."""
@@ -162,7 +167,7 @@ def _pretrained(task: FineTuningTask) -> dict[str, Tensor]:
         )
         schedule = LambdaLR(optimizer, lambda step: learning_rate_factor(step, steps, LAST_RATE))
         for _ in range(steps):
-            starts = torch.randint(len(corpus.training) - context, (WORKERS * task.batch,))
+            starts = torch.randint(len(corpus.training) - context, (task.workers * task.batch,))
             model(*corpus.training_batch(starts, context)).backward()
             optimizer.step()
             schedule.step()
@@ -228,6 +233,9 @@ def _fingerprint(*tensors: Tensor) -> str:
 
 
 SHAPE = ModelShape(layers=2, width=64, context=32)
+_AVERAGED = ("compress-int8", "compress-int4", "compress-int3", "compress-int2")
+_TRANSFORMER_BETAS = (0.7, 0.95)
+"""Those of AdamW that were the best for the small transformer."""
 
 
 def tasks(sources: Sources) -> dict[str, Task]:
@@ -245,6 +253,40 @@ def tasks(sources: Sources) -> dict[str, Task]:
             shape=SHAPE,
             pretraining_steps=800,
             pretraining_lr=5e-3,
+        ),
+        TextTask(
+            sources,
+            "demo",
+            "the demo's transformer",
+            steps=400,
+            batch=8,
+            lr=1.0,
+            shape=ModelShape(),
+            methods=("adamw", *_AVERAGED, "onebit-adam-4bit", "birder-bit", "birder-votes"),
+            betas=_TRANSFORMER_BETAS,
+        ),
+        TextTask(
+            sources,
+            "larger",
+            "larger transformer",
+            steps=1500,
+            batch=2,
+            lr=0.2,
+            shape=ModelShape(layers=3, width=384, context=32),
+            methods=("adamw", "compress-int4", "onebit-adam-4bit"),
+            betas=_TRANSFORMER_BETAS,
+        ),
+        TextTask(
+            sources,
+            "large-batch",
+            "large batch",
+            steps=150,
+            batch=32,
+            lr=1.0,
+            shape=SHAPE,
+            workers=16,
+            methods=("adamw", "lamb", "onebit-lamb", "onebit-adam-4bit", "birder-bit"),
+            betas=_TRANSFORMER_BETAS,
         ),
     ]
     return {task.name: task for task in made}
