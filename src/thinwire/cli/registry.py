@@ -72,6 +72,8 @@ class Search:
     """In the study's tables, if it differs from the label."""
     seeded: bool = True
     """Whether the seed of a run is also the seed of the optimizer."""
+    settings_of: str | None = None
+    """A method of the study whose best settings it uses, instead of a search."""
 
 
 @dataclass(frozen=True)
@@ -177,6 +179,20 @@ _ENTRIES = (
         stages=_BIRDER,
         takes_seed=True,
         search=Search(6e-3, _BIRDER_BETAS, {"gain": 2.0}, name="birder-bit", title="Birder, bit"),
+    ),
+    Entry(
+        "birder-delay",
+        "Birder with a delay",
+        thinwire.Birder,
+        lr=4e-3,
+        options={"downlink": "bit", "delay": 1},
+        stages=_BIRDER,
+        takes_seed=True,
+        measured_as="flat, delay=1",
+        search=Search(
+            6e-3, _BIRDER_BETAS, {"gain": 2.0, "delay": 1}, title="Birder, bit, delay=1", settings_of="birder-bit"
+        ),
+        commands=frozenset({"bench step"}),
     ),
     Entry(
         "birder-majority",

@@ -98,6 +98,7 @@ def _registered(entry: Entry, search: Search) -> Method:
         dict(search.fixed),
         overlaps=entry.overlaps,
         more_betas=search.more_betas,
+        settings_of=search.settings_of,
     )
 
 
