@@ -274,6 +274,9 @@ class _Attachment:
             for flag in _torch_compat.overflow_flags(self._grad_scaler, self._optimizer):
                 if isinstance(overflow, Tensor):
                     torch.maximum(flag, overflow, out=flag)
+                elif self._optimizer._delay.steps:
+                    # What this rank alone has found is known to all in the next step. They lower their scales together.
+                    flag.fill_(float(overflow))
                 elif overflow:
                     flag.fill_(1.0)
         fewer = any(0 < seen < expected for seen, expected in zip(self._seen, self._expected, strict=True))

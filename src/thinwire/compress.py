@@ -34,6 +34,7 @@ def compress(
     check_replicas_every: int = 100,
     clip_norm: float | None = None,
     clip_value: float | None = None,
+    delay: int = 0,
     **options: Any,
 ) -> Compression:
     """Average the gradients of a DistributedDataParallel or FSDP2 model in compressed form. All ranks call it.
@@ -89,10 +90,15 @@ def compress(
             what a spike on one rank adds to the average. `clip_grad_norm_` after backward still clips the average. Not
             with FSDP2, where a rank has a part of each gradient only.
         clip_value: clip each element of it to [-clip_value, clip_value]. Not with FSDP2.
+        delay: 1 to average with one step of delay, as in Pipe-SGD (Li et al., NeurIPS 2018), on CPUs: after backward
+            t+1, `.grad` holds the average of the gradients of backward t, and after the first backward zeros. The
+            exchange then has a whole step to itself, forward included, and a link may be as slow as one step before
+            anybody waits. `synchronize()` of the returned object gives the last average. Not with "powersgd".
+            docs/compress.md has the details. 0: no delay.
         **options: options of the compressor, such as `block=32` of "int4"; see the API reference.
 
     Returns:
-        An object with `metrics()`, `state_dict()` and `load_state_dict()`.
+        An object with `metrics()`, `state_dict()`, `load_state_dict()` and `synchronize()`.
 
     Raises:
         TypeError: if the model is neither DistributedDataParallel nor sharded, or if it is FSDP1; on every rank, for an
@@ -121,6 +127,7 @@ def compress(
             check_replicas_every=check_replicas_every,
             clip_norm=clip_norm,
             clip_value=clip_value,
+            delay=delay,
         )
 
     if isinstance(inner, DistributedDataParallel):

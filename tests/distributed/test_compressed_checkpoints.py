@@ -36,6 +36,8 @@ CASES = {
     "adamw, qsgd": Case("qsgd"),
     "sgd, count_sketch": Case("count_sketch", optimizer=torch.optim.SGD),
     "adamw, none": Case("none"),
+    "adamw, delayed, a GradScaler": Case(options={"delay": 1}, scaled=True),
+    "adamw, topk, delayed": Case("topk", {"ratio": 0.1, "delay": 1}),
 }
 WITHOUT_RESIDUALS = ("adamw, qsgd", "adamw, none")
 

@@ -7,7 +7,7 @@ and continuing on another number of ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -27,13 +27,17 @@ class GradientAverager(WireOptimizer):
         params: the parameters.
         rule: averages them.
         process_group, topology, mesh, node_dtype, bucket_mb, max_consecutive_skips, check_replicas_every, clip_norm,
-            clip_value: see `thinwire.Birder`.
+            clip_value, delay: see `thinwire.Birder`.
     """
 
     _rule: AveragingRule
 
     def __init__(self, params: Iterable[Tensor], rule: AveragingRule, **wire: Unpack[WireOptions]) -> None:
         super().__init__(params, {}, rule, **wire)
+        self.loss_scale_now: Callable[[], float] = lambda: 1.0
+        """What the gradients of the next backward are multiplied by."""
+        self.gradient_of: Callable[[Tensor], Tensor] = _new_gradient
+        """Gives a parameter a gradient, and returns its memory as a vector."""
         mark_averaged(self._flat_params, self)
         self._position_of = {p: position for position, p in enumerate(self._flat_params)}
 
@@ -47,6 +51,7 @@ class GradientAverager(WireOptimizer):
             RuntimeError: on every rank, if ranks disagree: after `load_state_dict` they compare their states again.
         """
         self._prepare()
+        self._complete()
         self._rule.use_loss_scale(loss_scale)
         self._clipping.loss_scale = loss_scale
 
@@ -58,7 +63,7 @@ class GradientAverager(WireOptimizer):
     @property
     def connected(self) -> bool:
         """Whether an exchange can begin without an agreement of all ranks."""
-        return self._session.connected
+        return self._session.connected and not self._closed
 
     def encode(self, position: int, gradient: Tensor) -> None:
         """Encode the gradient of a parameter, a vector in memory order that needs no gradient itself, before `add` says
@@ -111,7 +116,8 @@ class GradientAverager(WireOptimizer):
 
     @torch.no_grad()
     def finish(self) -> list[Tensor]:
-        """Wait for the exchange, and write the means.
+        """Wait for the exchange, and write the means. With a delay, do not wait, and write the means of the exchange
+        before it: zeros, if it had none.
 
         If a gradient was not finite on any rank, all gradients become NaN on all ranks.
 
@@ -120,13 +126,34 @@ class GradientAverager(WireOptimizer):
         """
         gradients = self._rule.gradients
         self._take_step(1.0)
+        positions = self._delayed_positions if self._delay.steps else self._rule.present()
         if self._overflowed:
             for gradient in gradients:
                 if gradient is not None:
                     gradient.fill_(math.nan)
+        elif self._delay.steps:
+            for position in set(range(len(gradients))).difference(positions):
+                self._rule.gradient_at(position).zero_()
+        self._release_gradients()
+        return [self._flat_params[position] for position in positions]
+
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        """With a delay, wait for the exchange in flight, and write its means into new gradients of the parameters."""
+        if any(self._session.encoded):
+            raise RuntimeError("synchronize() during backward: call it between two backward passes, on all ranks")
+        if not self._delay.pending:
+            return
+        self.begin(self.loss_scale_now())
+        positions = self._take_pending()
+        for position in positions:
+            self.write_to(position, self.gradient_of(self._flat_params[position]))
+        self._apply_answers(positions)
+        self._release_gradients()
+
+    def _release_gradients(self) -> None:
         # The memory belongs to the caller, who may release it.
-        self._rule.gradients = [None] * len(gradients)
-        return [self._flat_params[position] for position in self._rule.present()]
+        self._rule.gradients = [None] * len(self._flat_params)
 
     def release(self) -> None:
         """End the averaging for good: thinwire's optimizers may take the parameters over."""
@@ -136,6 +163,11 @@ class GradientAverager(WireOptimizer):
     def abort_on_error(self) -> AbstractContextManager[None]:
         """See `Transport.abort_on_error`."""
         return self._session.transport.abort_on_error()
+
+
+def _new_gradient(p: Tensor) -> Tensor:
+    p.grad = torch.zeros_like(p)
+    return p.grad.as_strided((p.numel(),), (1,))
 
 
 def loss_scale(grad_scaler: torch.amp.GradScaler | None) -> float:

@@ -10,7 +10,7 @@ buckets. DDP then copies them into `.grad`, as after an all-reduce.
 # No `from __future__ import annotations` here: DDP checks the annotations of its hook, which must be types.
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import torch
@@ -90,6 +90,7 @@ class DdpHook:
         """Whether it has failed."""
         self._contents: dict[int, tuple[int, list[tuple[Tensor, int, Tensor]]]] = {}
         """For each bucket of DDP, the address of its buffer and what it contains; see `_contents_of`."""
+        averager.loss_scale_now = functools.partial(loss_scale, grad_scaler)
         take_over(model, self)
         self._hooks = [model.register_forward_pre_hook(ModelHook(self._before_forward))]
         own: weakref.ref[DdpHook] = weakref.ref(self)
@@ -155,7 +156,17 @@ class DdpHook:
                 averager.add(p, gradient, present=p.grad is not None)
         if bucket.is_last():
             self._under_way = False
-            averager.finish()
+            self._give_to_unused(averager.finish())
+
+    def _give_to_unused(self, averaged: Sequence[Tensor]) -> None:
+        """Give delayed means to parameters that this backward did not use. If no rank has used them, DDP leaves their
+        gradients as they are. Without a delay there is no mean then."""
+        unused = {p for p in averaged if p.grad is None}
+        for _, contents in self._contents.values() if unused else ():
+            for p, _, vector in contents:
+                if p in unused:
+                    mean = vector.as_strided(p.shape, p.stride()) if is_dense(p) else vector.view_as(p)
+                    p.grad = mean if self._model.gradient_as_bucket_view else mean.clone()
 
     def _contents_of(self, bucket: GradBucket) -> list[tuple[Tensor, int, Tensor]]:
         """The parameters of a bucket, with their positions and their gradients in its buffer, as vectors."""

@@ -11,6 +11,7 @@ One exchange serves all FSDP groups of a model. Buckets follow the order in whic
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -185,6 +186,15 @@ class _FsdpAveraging:
         """Whether the exchange of this backward has begun."""
         self._added = [False] * len(params)
         """Whether the gradient of each parameter was added to the exchange under way."""
+        averager.loss_scale_now = functools.partial(loss_scale, grad_scaler)
+        params_of: dict[Tensor, nn.Parameter] = dict(zip(own, params, strict=True))
+
+        def new_gradient(tensor: Tensor) -> Tensor:
+            p = params_of[tensor]
+            p.grad = torch.zeros_like(p)
+            return _local(p.grad).view(-1)
+
+        averager.gradient_of = new_gradient
         replaced = groups[0].replicate_group
         assert replaced is not None, "checked before"
         replacement = LocalAllReduce(replaced, self._before_all_reduce)

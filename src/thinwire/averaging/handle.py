@@ -54,6 +54,25 @@ class Compression:
         """
         self._averager.load_state_dict(state_dict)
 
+    @property
+    def is_synchronized(self) -> bool:
+        """Whether `.grad` has had the average of every backward. With `delay=1` that of the last one is in flight."""
+        return self._averager.is_synchronized
+
+    def synchronize(self) -> None:
+        """With `delay=1`, wait for the average of the last backward, and write it into `.grad`.
+
+        Take one more `step()` of your optimizer then, before you evaluate, or at the end of training. The next backward
+        gives zeros, as the first one did. Call it on all ranks, after `step()`: it replaces what `.grad` holds. It does
+        nothing if nothing is in flight, or if a gradient was not finite. To save and resume it is not needed: the
+        average is part of the state.
+
+        Raises:
+            RuntimeError: during backward.
+            PeerLost, CorruptPacket: if the exchange has failed.
+        """
+        self._averager.synchronize()
+
     def close(self) -> None:
         """End threads and connections. The model can take no more steps."""
         self._averager.close()

@@ -58,6 +58,11 @@ class PowerSgdRule(AveragingRule):
         ValueError: naming the option.
     """
 
+    no_delay = (
+        "compressor 'powersgd' exchanges twice per step, and the second exchange needs the answer of the first. Use "
+        "'int4', for example"
+    )
+
     def __init__(
         self, rank: int = 4, seed: int = 0, *, error_feedback: bool = True, residual_decay: float = 1.0
     ) -> None:

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from thinwire.compressors.gradient_compressor import GradientCompressor, Scheme
+from thinwire.compressors.kept_answers import NAME, KeptMean, kept_mean
 from thinwire.compressors.lossless import LosslessScheme
 from thinwire.kernels.modes import Scale
 from thinwire.optimizers.rule import Context, Group, UpdateRule
 from thinwire.transport.buffers import Part
 from thinwire.transport.compressor import Compressor
 from thinwire.transport.memory import HOST
-from thinwire.transport.state import State
+from thinwire.transport.state import State, Tensors
 
 _CHANNEL = "gradients"
 
@@ -70,7 +71,13 @@ class AveragingRule(UpdateRule):
         self.context = context
         self.gradients = [None] * len(context.params)
         self._loss_scale = torch.ones(1, dtype=torch.float64, device=HOST)
-        return State(common={"loss_scale": self._loss_scale}, checks={"loss_scale": _loss_scales})
+        self._kept_scale = torch.ones(1, dtype=torch.float64, device=HOST)
+        """With a delay, the loss scale of the mean that is kept."""
+        state = State(common={"loss_scale": self._loss_scale}, checks={"loss_scale": _loss_scales})
+        if context.delayed:
+            name = f"{NAME}_loss_scale"
+            state.include(State(common={name: self._kept_scale}, checks={name: _loss_scales}))
+        return state
 
     def use_loss_scale(self, scale: float) -> None:
         """Convert the residuals to the scale of the next gradients: exactly, if scales are powers of two, as usual.
@@ -107,10 +114,12 @@ class ElementwiseRule(AveragingRule):
     """
 
     compressor: GradientCompressor
+    no_delay = None
 
     def __init__(self, name: str, scheme: Scheme, residual_decay: float = 1.0) -> None:
         super().__init__(name, residual_decay)
         self._scheme = scheme
+        self._kept: KeptMean | None = None
         self.state_depends_on_buckets = scheme.state_depends_on_buckets
 
     def options(self) -> dict[str, Any]:
@@ -124,7 +133,17 @@ class ElementwiseRule(AveragingRule):
         scheme = self._scheme if context.topology.workers > 1 else LosslessScheme()
         self.compressor = scheme.bind(context.layout, context.topology.node, context.kernels)
         state.include(self.compressor.state())
+        self._kept = kept_mean(context.layout, self.compressor) if context.delayed else None
+        if self._kept is not None:
+            state.include(self._kept.state())
         return {_CHANNEL: self.compressor}, state
+
+    def compared_state(self) -> Tensors:
+        """See `UpdateRule`."""
+        if self._kept is None:
+            return {}
+        kept = self._kept.state()
+        return {**kept.words, **kept.whole}
 
     def rescale(self, factor: float) -> None:
         """See `AveragingRule`."""
@@ -147,9 +166,21 @@ class ElementwiseRule(AveragingRule):
         self.compressor.read_answers()
         return flags
 
-    def apply(self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None, group: Group) -> None:
+    def keep(self) -> None:
         """See `UpdateRule`."""
+        assert self._kept is not None, "only with a delay"
+        self._kept.keep(self.context.session.channel.buffers)
+        self._kept_scale.copy_(self._loss_scale)
+
+    def apply(self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None, group: Group) -> None:
+        """See `UpdateRule`. A mean that was kept gets the loss scale of the gradients that it replaces."""
         gradient = self.gradient_at(position)
+        if self._kept is not None:
+            self._kept.read(position, parts, gradient)
+            factor = float(self._loss_scale) / float(self._kept_scale)
+            if factor != 1.0:
+                gradient.mul_(factor)
+            return
         for part in parts:
             self.compressor.decode(part, gradient)
 

@@ -71,7 +71,7 @@ class SaveOperation:
         peers = self._optimizers.peers
         self._agree(peers.gather(on_all_ranks(peers, self._propose)))
         if peers.size > 1:
-            self._optimizers.wire.synchronize()
+            self._optimizers.wire._make_replicas_equal()
         on_all_ranks(peers, self._collect)
         self._lock()
         try:
@@ -92,7 +92,8 @@ class SaveOperation:
         self._directory = CheckpointDirectory(Path(self._path))
         self._module = unwrapped_model(self._model)
         self._optimizers.check_saveable()
-        return _Proposal(self._step, self._optimizers.name, self._optimizers.wire.is_synchronized, random_token())
+        synchronized = self._optimizers.wire._rule.is_synchronized
+        return _Proposal(self._step, self._optimizers.name, synchronized, random_token())
 
     def _agree(self, proposals: list[_Proposal]) -> None:
         _require_same("step", [proposal.step for proposal in proposals])

@@ -66,18 +66,21 @@ class Averaging:
     """Whether it sends while backward runs."""
     studied: bool = True
     """Whether it takes part in `thinwire study`, with AdamW's settings."""
+    delay: int = 0
+    """Of `thinwire.compress`."""
+    commands: frozenset[Command] = COMMANDS
 
     stages = ALIKE
 
     @property
     def name(self) -> str:
         """On the command line."""
-        return f"compress-{self.compressor}"
+        return f"compress-{self.compressor}{'-delay' if self.delay else ''}"
 
     @property
     def label(self) -> str:
         """In texts and tables."""
-        return f"AdamW, {self.compressor}"
+        return f"AdamW, {self.compressor}{', delay=1' if self.delay else ''}"
 
     def bits(self, workers: int) -> tuple[float, float] | None:
         """Bits per parameter that a worker sends, and an owner to each worker; None if they depend on shapes."""
@@ -86,7 +89,7 @@ class Averaging:
 
     def definition(self) -> dict[str, Any]:
         """The compressor with all its options, including those that it has by default, as JSON has them."""
-        settings = rule_of(self.compressor, self.options).settings()
+        settings = rule_of(self.compressor, self.options).settings() | ({"delay": self.delay} if self.delay else {})
         return {name: str(value) if isinstance(value, torch.dtype) else value for name, value in settings.items()}
 
     def whole_run(
@@ -109,13 +112,13 @@ class Averaging:
     def alone(self, params: Iterable[nn.Parameter], settings: Mapping[str, Any], **wire: Any) -> AveragedAdamW:
         """AdamW that averages in `step()`. `wire` has options such as `topology` and `bucket_mb`."""
         params = list(params)
-        averager = GradientAverager(params, rule_of(self.compressor, self.options), **wire)
+        averager = GradientAverager(params, rule_of(self.compressor, self.options), delay=self.delay, **wire)
         return AveragedAdamW(params, averager, **settings)
 
     def prepare(self, model: nn.Module, settings: Mapping[str, Any], **wire: Any) -> Prepared:
         """Give a model an optimizer: `thinwire.compress` and AdamW if it is in DDP, otherwise `alone`."""
         if isinstance(model, DistributedDataParallel):
-            compression = thinwire.compress(model, self.compressor, **wire, **self.options)
+            compression = thinwire.compress(model, self.compressor, delay=self.delay, **wire, **self.options)
             return Prepared(torch.optim.AdamW(model.parameters(), **settings), compression.metrics)
         optimizer = self.alone(model.parameters(), settings, **wire)
         return Prepared(optimizer, optimizer.averager.metrics)
@@ -124,6 +127,7 @@ class Averaging:
 _ENTRIES = (
     Averaging("int8"),
     Averaging("int4"),
+    Averaging("int4", delay=1, commands=frozenset({"bench step"})),
     Averaging("int3"),
     Averaging("int2"),
     Averaging("topk", options={"ratio": 0.01}, studied=False),
@@ -139,7 +143,7 @@ Contender = Entry | Averaging
 
 def contenders(command: Command) -> dict[str, Contender]:
     """The optimizers and averagings of a command, by name."""
-    return {**offered(command), **(AVERAGINGS if command in COMMANDS else {})}
+    return {**offered(command), **{name: entry for name, entry in AVERAGINGS.items() if command in entry.commands}}
 
 
 def contender(name: str, downlink: str | None = None) -> Contender:

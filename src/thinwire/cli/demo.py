@@ -35,7 +35,7 @@ from thinwire.testbed.supervisor import ChildError
 
 SECONDS = 45.0
 """Of each run: with start-up, trials and validation the demo then takes less than three minutes on two cores."""
-COMPRESSORS = {averaging.compressor: name for name, averaging in AVERAGINGS.items()}
+COMPRESSORS = {averaging.compressor: name for name, averaging in AVERAGINGS.items() if "demo" in averaging.commands}
 _MODEL = "Model and batch"
 
 

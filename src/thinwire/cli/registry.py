@@ -183,6 +183,20 @@ _ENTRIES = (
         search=Search(6e-3, _BIRDER_BETAS, {"gain": 2.0}, name="birder-bit", title="Birder, bit"),
     ),
     Entry(
+        "birder-delay",
+        "Birder with a delay",
+        thinwire.Birder,
+        lr=4e-3,
+        options={"downlink": "bit", "delay": 1},
+        stages=_BIRDER,
+        takes_seed=True,
+        measured_as="flat, delay=1",
+        search=Search(
+            6e-3, _BIRDER_BETAS, {"gain": 2.0, "delay": 1}, title="Birder, bit, delay=1", settings_of="birder-bit"
+        ),
+        commands=frozenset({"bench step"}),
+    ),
+    Entry(
         "birder-majority",
         "Birder with a majority",
         thinwire.Birder,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -44,8 +45,16 @@ class Lossless(Dense):
 
     def decode(self, part: Part, into: Tensor) -> None:
         """See `GradientCompressor`."""
-        for _, start, count, byte, *_ in part.down_runs.tolist():
-            into[start : start + count] = self._answers[byte : byte + 4 * count].view(torch.float32)
+        self.decoder(part.down_runs, self._answers)(into)
+
+    def decoder(self, runs: Tensor, answers: Tensor) -> Callable[[Tensor], None]:
+        """See `PlacedAnswers`."""
+
+        def decode(into: Tensor) -> None:
+            for _, start, count, byte, *_ in runs.tolist():
+                into[start : start + count] = answers[byte : byte + 4 * count].view(torch.float32)
+
+        return decode
 
     def rescale(self, factor: float) -> None:
         """See `GradientCompressor`."""

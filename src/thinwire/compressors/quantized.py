@@ -130,12 +130,7 @@ class Quantized:
         self._sums = list(self._all_sums.split(counts))
         """For each part, the squared norms of what its runs were to send and of what they lost."""
         self._encode_unscaled = [self._prepared_encode(part) for part in parts]
-        self._decode = [
-            self._kernels.prepared(
-                "quantize_decode", "out", runs=part.down_runs, packets=self._answers, weight=1.0, **self._format
-            )
-            for part in parts
-        ]
+        self._decode = [self.decoder(part.down_runs, self._answers) for part in parts]
 
     def _prepared_encode(self, part: Part) -> Callable[[Tensor], bool | None]:
         return self._kernels.prepared(
@@ -186,6 +181,10 @@ class Quantized:
 
     def read_answers(self) -> None:
         """See `GradientCompressor`."""
+
+    def decoder(self, runs: Tensor, answers: Tensor) -> Callable[[Tensor], None]:
+        """See `PlacedAnswers`."""
+        return self._kernels.prepared("quantize_decode", "out", runs=runs, packets=answers, weight=1.0, **self._format)
 
     def decode(self, part: Part, into: Tensor) -> None:
         """See `GradientCompressor`."""

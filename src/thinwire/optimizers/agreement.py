@@ -38,6 +38,7 @@ def describe(optimizer: WireOptimizer, names: dict[Tensor, str]) -> Description:
         "check_replicas_every": optimizer._replica_check.every,
         "clip_norm": optimizer._clipping.norm,
         "clip_value": optimizer._clipping.value,
+        "delay": optimizer._delay.steps,
         **optimizer._settings(),
         "the number of steps taken": int(optimizer._step_count),
         **optimizer._rule.progress(),

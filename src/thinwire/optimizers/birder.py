@@ -98,6 +98,11 @@ class Birder(WireOptimizer):
             of the whole gradient is then at most `clip_norm`. None: no limit.
         clip_value: clip each element of this rank's own gradient to [-clip_value, clip_value], before `clip_norm`, at
             the cost of a copy of the gradient. None: no limit.
+        delay: 1 to apply the answer of each step in the next one, as in Pipe-SGD (Li et al., NeurIPS 2018), on CPUs:
+            x_{t+1} = (1 - lr_t·λ) x_t - lr_t · answer_{t-1}. The exchange then has a whole step to itself, forward
+            included, and a link may be as slow as one step before anybody waits. The first step moves nothing, and
+            `synchronize()` applies the last answer. Costs 2 bits per parameter. `thinwire.optimizers.delay` defines
+            the details. 0: no delay.
         state_dtype: the dtype of m and b. torch.bfloat16 halves their memory. Use it only with `beta` and `beta_b` of
             at most 0.99: an average that changes by less than 1/256 per step would not change at all.
 
@@ -164,6 +169,8 @@ class BirderRule(UpdateRule):
     amsgrad: bool
     downlink: Downlink
     state_dtype: torch.dtype
+
+    no_delay = None
 
     def __post_init__(self) -> None:
         if self.downlink not in get_args(Downlink):
@@ -262,6 +269,15 @@ class BirderRule(UpdateRule):
     def apply(self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None, group: Group) -> None:
         """See `UpdateRule`."""
         self._votes.apply(parts, x, low, group)
+
+    @property
+    def answers_at_once(self) -> bool:
+        """See `UpdateRule`. The activation round is an exchange before that of the votes."""
+        return self._votes.activates
+
+    def keep(self) -> None:
+        """See `UpdateRule`."""
+        self._votes.keep()
 
     def after_apply(self) -> None:
         """See `UpdateRule`."""

@@ -74,6 +74,7 @@ class DistributedLion(WireOptimizer):
         check_replicas_every: compare a hash of the parameters across all ranks every this many steps; 0 for never.
         clip_norm: clip this rank's own gradient to this norm, as in `thinwire.Birder`. None: no limit.
         clip_value: clip each element of this rank's own gradient to [-clip_value, clip_value]. None: no limit.
+        delay: 1 to apply the answer of each step in the next one, as in `thinwire.Birder`.
 
     When not to use it:
         As a first choice: thinwire includes it as a reference. In `thinwire study` Lion ended 5.8 % above AdamW's loss
@@ -122,6 +123,8 @@ class DistributedLionRule(UpdateRule):
     """
 
     downlink: Downlink
+
+    no_delay = None
 
     def __post_init__(self) -> None:
         if self.downlink not in get_args(Downlink):
@@ -215,6 +218,15 @@ class DistributedLionRule(UpdateRule):
     def apply(self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None, group: Group) -> None:
         """See `UpdateRule`."""
         self._votes.apply(parts, x, low, group)
+
+    @property
+    def answers_at_once(self) -> bool:
+        """See `UpdateRule`. The activation round is an exchange before that of the votes."""
+        return self._votes.activates
+
+    def keep(self) -> None:
+        """See `UpdateRule`."""
+        self._votes.keep()
 
     def after_apply(self) -> None:
         """See `UpdateRule`."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypedDict
 
@@ -32,6 +32,7 @@ from thinwire.optimizers import rank_states
 from thinwire.optimizers import state_dict as state_dicts
 from thinwire.optimizers.agreement import describe, require_agreement, require_same
 from thinwire.optimizers.clipping import Clipping
+from thinwire.optimizers.delay import Delay
 from thinwire.optimizers.first_gradients import FirstGradients
 from thinwire.optimizers.group_numbers import GroupNumbers
 from thinwire.optimizers.inputs import (
@@ -75,6 +76,7 @@ class WireOptions(TypedDict, total=False):
     check_replicas_every: int
     clip_norm: float | None
     clip_value: float | None
+    delay: int
 
 
 @unscales_in_step
@@ -89,12 +91,15 @@ class WireOptimizer(Optimizer):
     3. if any gradient on any rank was not finite, stop here, on all ranks;
     4. apply the answers.
 
+    With `delay=1` (`thinwire.optimizers.delay`), `step()` leaves the exchange to itself in phase 2, and applies the
+    answers of the step before. The next encoding waits for the exchange.
+
     Args:
         params: as in torch.optim.
         defaults: hyper-parameters for groups that do not set their own.
         rule: the update rule, which the paper defines.
         process_group, topology, mesh, node_dtype, bucket_mb, max_consecutive_skips, check_replicas_every, clip_norm,
-            clip_value: see `thinwire.Birder`.
+            clip_value, delay: see `thinwire.Birder`.
     """
 
     _built = False
@@ -117,6 +122,7 @@ class WireOptimizer(Optimizer):
         check_replicas_every: int = 100,
         clip_norm: float | None = None,
         clip_value: float | None = None,
+        delay: int = 0,
     ) -> None:
         if bucket_mb is not None and not 0 < bucket_mb < math.inf:
             raise ValueError(f"bucket_mb={bucket_mb!r}: expected a positive number, in megabytes of fp32 gradient")
@@ -129,6 +135,7 @@ class WireOptimizer(Optimizer):
         self._replica_check = ReplicaCheck(check_replicas_every)
         self._lone_saves = LoneSaves()
         self._clipping = Clipping(clip_norm, clip_value)
+        self._delay = Delay(delay, rule.no_delay)
         self._first_gradients = FirstGradients(due=rule.moves_parameters)
         self._group_numbers = GroupNumbers()
         self._peers = Peers.of(process_group)
@@ -145,6 +152,8 @@ class WireOptimizer(Optimizer):
         self._closed = False
         self._at_close: list[Callable[[], None]] = []
         """Called by `close()`."""
+        self._delayed_positions: list[int] = []
+        """With a delay, the positions that the answer of the last `step()` was for, skipped or not."""
         self._overflowed = False
         """Whether a gradient on any rank was not finite in the last step; unknown for a deferred step."""
         self._inverted: tuple[Tensor, int, Tensor] | None = None
@@ -178,7 +187,7 @@ class WireOptimizer(Optimizer):
 
     def _settings(self) -> dict[str, Any]:
         buckets = {"bucket_mb": self._bucket_mb} if self._rule.records_buckets else {}
-        return {**buckets, **self._clipping.settings(), **self._rule.settings()}
+        return {**buckets, **self._clipping.settings(), **self._delay.settings(), **self._rule.settings()}
 
     # Layout and state, made at construction --------------------------------------------------------------------------
 
@@ -235,12 +244,20 @@ class WireOptimizer(Optimizer):
             node_dtype=self._node_dtype,
             meter=self._meter,
         )
+        if self._delay.steps and session.side is not None:
+            raise ValueError(
+                f"delay={self._delay.steps} with parameters on {str(device)!r}: expected parameters on the CPU, or "
+                "delay=0. On a GPU the host does not wait for an exchange in any case"
+            )
         slots = session.layout.slots
         self._flat_params: list[Tensor] = [held[slot.index][0] for slot in slots]
         """The parameters that take part, in the order of the flat space."""
-        self._context = Context(session, self._flat_params, [held[slot.index][1] for slot in slots], self.param_groups)
+        group_index = [held[slot.index][1] for slot in slots]
+        delayed = bool(self._delay.steps)
+        self._context = Context(session, self._flat_params, group_index, self.param_groups, delayed=delayed)
         compressors, self._flat_state = self._rule.bind(self._context)
         self._flat_state.include(self._clipping.bind(session.layout, session.kernels))
+        self._flat_state.include(self._delay.bind(len(slots)))
         session.open_channels(compressors)
         self._encoder = RuleEncoder(self._rule)
         self._state_of: list[Tensors] = self._context.state_of
@@ -269,7 +286,7 @@ class WireOptimizer(Optimizer):
             ValueError: on every rank, if it is unknown which ranks form a node, or if nodes differ in their number of
                 ranks.
         """
-        if self._session.connected and names is None:
+        if self._session.connected and names is None and not self._closed:
             return
         self._follow_parameters()
         if self._closed:
@@ -283,6 +300,7 @@ class WireOptimizer(Optimizer):
         self._names = names or self._names
         if names is not None:
             self._first_gradients.due = False  # DDP no longer averages them
+        self._complete()  # ranks compare what the exchange in flight changes
         state_dicts.check_unchanged(self, thoroughly=True)
         name = require_agreement(self._peers, describe(self, self._names))
         self._agreed = True
@@ -295,11 +313,15 @@ class WireOptimizer(Optimizer):
     def close(self) -> None:
         """End the threads and connections of this optimizer. It can take no more steps; its state can still be read.
 
-        An optimizer that is no longer referenced closes itself when it is garbage-collected.
+        An optimizer that is no longer referenced closes itself when it is garbage-collected. With `delay=1` an exchange
+        may be in flight. It gets a few seconds to end; if it does not, `state_dict()` raises an error.
         """
         self._closed = True
         try:
-            self._disconnect()
+            if self._delay.in_flight:
+                self._session.transport.close()  # `_complete` may still ask for the outcome
+            else:
+                self._disconnect()
         finally:
             while self._at_close:
                 self._at_close.pop()()
@@ -312,15 +334,23 @@ class WireOptimizer(Optimizer):
 
     def _begin_step(self) -> None:
         """Start a new step, and discard what was encoded for the last one."""
-        context, rule = self._context, self._rule
+        self._forget_gradients()
+        self._begin_exchange()
+
+    def _forget_gradients(self) -> None:
+        """Discard what is known of the gradients of the last step."""
         self._states_of_others: list[rank_states.States] | None = None
         """What `consolidate_state_dict` gathered on this rank, until the state changes."""
+        self._watched: dict[int, tuple[int, int, Tensor]] = {}
+        """By position, the memory of a gradient that backward has completed, how often it was written to, a sample."""
+
+    def _begin_exchange(self) -> None:
+        """Prepare the exchange of the next step. No other may be under way, because lanes read what changes here."""
+        context, rule = self._context, self._rule
         context.groups = self.param_groups
         context.step = int(self._step_count) + 1
         for numbers in self._flat_state.numbers:
             numbers.read()
-        self._watched: dict[int, tuple[int, int, Tensor]] = {}
-        """By position, the memory of a gradient that backward has completed, how often it was written to, a sample."""
         self._clipping.begin_step()
         rule.begin_step()
         self._session.begin_step(
@@ -356,6 +386,7 @@ class WireOptimizer(Optimizer):
         rest = [position for position, encoded in enumerate(session.encoded) if not encoded]
         gradients = [gradient_of(self._flat_params[position]) for position in rest]
         self._prepare()
+        self._complete()
         self._read_outcomes()
         if self._first_gradients.due:
             self._first_gradients.compare(self._peers, self._flat_params, gradients, self._context.step)
@@ -368,31 +399,60 @@ class WireOptimizer(Optimizer):
                 # Raised after the exchange, on all ranks, because the others may not have changed theirs.
                 session.transport.refuse(changed)
             together = rule.skips_together
-            seen = session.wait(defer=rule.defers)
-            flags = rule.settle(seen)
-            session.transport.check_refusal()
-            if together:
-                self._group_numbers.confirm()
-            # A rule may take a step all the same, or learn of other ranks' gradients only when it settles.
-            self._overflowed = bool((seen | flags) & packet.NONFINITE)
-            if flags & packet.NONFINITE:
+            if self._delay.steps:
+                session.leave()
+                self._delay.in_flight = True
+                skipped, positions = self._delay.take()
+                self._overflowed, self._delayed_positions = skipped, positions
+            else:
+                seen = session.wait(defer=rule.defers)
+                flags = rule.settle(seen)
+                session.transport.check_refusal()
+                if together:
+                    self._group_numbers.confirm()
+                # A rule may take a step all the same, or learn of other ranks' gradients only when it settles.
+                self._overflowed = bool((seen | flags) & packet.NONFINITE)
+                skipped, positions = bool(flags & packet.NONFINITE), None
+            if skipped:
                 self._meter.skipped_steps += 1
             else:
-                with self._meter.apply:
-                    self._apply_all()
-                    session.gate(len(self._flat_params))
-                    rule.after_apply()
+                self._apply_answers(positions)
             rule.end_step()
             self._clipping.end_step()
             self._write_numbers()
             self._meter.steps += 1
             self._step_count += 1
-            self._begin_step()
+            if not self._delay.in_flight:
+                self._begin_step()
+            else:
+                self._forget_gradients()
+                if rule.answers_at_once:
+                    self._complete()
         for call in self._after_step:
             call()
         if together and not session.deferred:
-            self._skips.note(int(self._step_count), skipped=self._overflowed)
+            self._skips.note(int(self._step_count) - self._delay.steps, skipped=self._overflowed)
         self._replica_check.after(self, int(self._step_count))
+
+    def _complete(self) -> None:
+        """With `delay=1`, wait for the exchange of the last step, keep its answer, and begin the next step.
+
+        Called before anything that the exchange must not see, such as the next encoding. Other ranks need not call it
+        at the same time: they commit without it.
+        """
+        if not self._delay.in_flight:
+            return
+        session, rule = self._session, self._rule
+        with session.transport.abort_on_error():
+            flags = rule.settle(session.wait())
+            session.transport.check_refusal()
+            self._delay.in_flight = False
+            self._group_numbers.confirm()
+            skipped = bool(flags & packet.NONFINITE)
+            if not skipped:
+                rule.keep()
+            self._delay.keep(rule.present(), skipped=skipped)
+            self._begin_exchange()
 
     def _watch(self, position: int) -> None:
         """Note the gradient that backward has accumulated. Called by `attach` before `_encode_early`.
@@ -420,7 +480,7 @@ class WireOptimizer(Optimizer):
     def _encode_early(self, position: int, scale: Scale) -> None:
         """Encode one parameter's gradient before `step()` does. Called by `attach` during backward."""
         refuse_capture(self._session.layout.device)
-        if not self._session.connected:
+        if not self._session.connected or self._closed:
             # After load_state_dict(), step() repeats the agreement. Backward cannot: on each rank it may run between
             # different collectives of the user.
             return
@@ -429,6 +489,7 @@ class WireOptimizer(Optimizer):
             self._encode(position, gradient_of(self._flat_params[position]), scale)
 
     def _encode(self, position: int, grad: Tensor | None, scale: Scale) -> None:
+        self._complete()
         p = self._flat_params[position]
         if form_of(p) != self._forms[position]:
             raise RuntimeError(
@@ -440,9 +501,16 @@ class WireOptimizer(Optimizer):
                 grad, scale = self._clipping.clip(position, grad, scale)
         self._session.encode(position, grad, scale, self._encoder)
 
-    def _apply_all(self) -> None:
+    def _apply_answers(self, positions: Sequence[int] | None = None) -> None:
+        """Apply the answers of this step or, with a delay, those that are kept for some positions."""
+        with self._meter.apply:
+            self._apply_all(positions)
+            self._session.gate(len(self._flat_params))
+            self._rule.after_apply()
+
+    def _apply_all(self, positions: Sequence[int] | None = None) -> None:
         parts_of = self._session.channel.buffers.parts
-        for position in self._rule.present():
+        for position in self._rule.present() if positions is None else positions:
             p = self._flat_params[position]
             dense = p if not self._rule.moves_parameters or is_dense(p) else p.contiguous()
             master = self._state_of[position].get("master")
@@ -460,6 +528,7 @@ class WireOptimizer(Optimizer):
         """Complete an exchange that backward has begun if no step() will. All ranks complete it and discard it."""
         if not self._session.connected:
             return
+        self._complete()
         with self._session.transport.abort_on_error():
             self._session.encode_rest(self._encoder)
         self._read_outcomes()
@@ -474,7 +543,7 @@ class WireOptimizer(Optimizer):
         try:
             yield
         except packet.Disagreement as found:
-            if self._session.side is not None:
+            if self._session.side is not None or self._delay.steps:
                 raise  # the host learns of it later, and not at the same point of all programs
             self._group_numbers.raise_difference(self._peers, found)
 
@@ -482,24 +551,43 @@ class WireOptimizer(Optimizer):
 
     @property
     def is_synchronized(self) -> bool:
-        """Whether all replicas are equal. They always are, except between the local steps of `thinwire.ZeroOneAdam`."""
-        return self._rule.is_synchronized
+        """Whether all replicas are equal, and every answer is applied.
+
+        Replicas always are, except between the local steps of `thinwire.ZeroOneAdam`. With `delay=1` the answer of the
+        last step is applied in the next one, or by `synchronize()`.
+        """
+        return self._rule.is_synchronized and not self._delay.pending
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Make all replicas equal now, before you evaluate or save. Only `thinwire.ZeroOneAdam` needs it.
+        """Make all replicas equal now, and apply what is in flight, before you evaluate.
 
-        Call it on all ranks, after `step()`. It does nothing if replicas are equal.
+        Call it on all ranks, after `step()`. Only `thinwire.ZeroOneAdam` and `delay=1` need it. With a delay it waits
+        for the exchange of the last step, and applies its answer with the present learning rate; the next step then
+        applies nothing. To save and resume it is not needed: the answer is part of the state.
 
         Raises:
             RuntimeError: between backward and `step()`, if gradients have already been sent; on all ranks, if some
                 ranks did not call it.
         """
-        if not self._rule.has_local_steps:
-            return
-        if any(self._session.encoded):
+        if any(self._session.encoded) and (self._rule.has_local_steps or self._delay.steps):
             raise RuntimeError("synchronize() between backward and step(): call it after step(), on all ranks")
-        if self.is_synchronized:
+        if self._delay.pending:
+            self._apply_answers(self._take_pending())
+        self._make_replicas_equal()
+
+    def _take_pending(self) -> list[int]:
+        """Wait for the exchange in flight; the positions for which an answer is then to be applied."""
+        self._complete()
+        if not self._delay.pending:
+            return []
+        # If some ranks do not call it, the next exchange fails on all.
+        self._group_numbers.note(self._context.step, self.param_groups)
+        return self._delay.take()[1]
+
+    def _make_replicas_equal(self) -> None:
+        """Undo the differences between replicas that local steps have made. All ranks call it."""
+        if not self._rule.has_local_steps or self._rule.is_synchronized:
             return
         self._prepare()
         with self._naming_differences(), self._session.transport.abort_on_error():
@@ -570,7 +658,7 @@ class WireOptimizer(Optimizer):
         saved = self._state_of_this_rank()
         if self._peers.size == 1:
             return saved
-        if not self.is_synchronized:
+        if not self._rule.is_synchronized:
             raise RuntimeError(
                 f"state_dict() between two synchronizations of {self._title}: ranks have taken local steps, so their "
                 "weights differ, and a model saved now is that of one rank. Call synchronize() on all ranks first. "
@@ -614,10 +702,10 @@ class WireOptimizer(Optimizer):
         on_all_ranks(peers, check)
         if peers.size == 1:
             return
-        seen = peers.gather((to, self.is_synchronized), stage)
+        seen = peers.gather((to, self._rule.is_synchronized), stage)
         require_same("the rank `to` of consolidate_state_dict()", [repr(each) for each, _ in seen])
         require_same("whether local steps were taken since they were synchronized", [repr(each) for _, each in seen])
-        self.synchronize()
+        self._make_replicas_equal()
         own = rank_states.split(self._state_of_this_rank()["state"], self._flat_state, peers)
         gathered = peers.gather_on(to, rank_states.of_rank(own) if peers.rank != to else None, stage)
         if gathered is not None:

@@ -31,8 +31,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from thinwire._callers import warn_user
 from thinwire.metrics import Meter
 from thinwire.optimizers import state_dict
+from thinwire.optimizers.delay import without_answer
 from thinwire.optimizers.optimizer import WireOptimizer
 from thinwire.transport.layout import WORD, Layout
 from thinwire.transport.memory import HOST
@@ -84,7 +86,7 @@ def read(optimizer: WireOptimizer, run: SavedRun, how: Policy) -> JoinedState:
     """
     if how not in get_args(Policy):
         raise ValueError(f"how={how!r}: expected 'average' or 'reset'")
-    joined = JoinedState()
+    joined, dropped = JoinedState(), False
     for rank in range(run.size):
         source = copy_for(optimizer, Peers(None, rank, run.size), run.topology_of(rank), run.bucket_mb)
         source.load_state_dict(run.state_of(rank))
@@ -94,7 +96,13 @@ def read(optimizer: WireOptimizer, run: SavedRun, how: Policy) -> JoinedState:
                 f"single node of {optimizer._topology.slices} ranks nothing is compressed, and that stage never ends. "
                 "Use topology='flat', or several nodes, or a checkpoint from before the freeze"
             )
-        joined.add(source, source._rule.portable(source._flat_state, private=how == "average"))
+        joined.add(source, without_answer(source._rule.portable(source._flat_state, private=how == "average")))
+        dropped = dropped or source._delay.pending
+    if dropped:
+        warn_user(
+            "the answer that delay=1 keeps for the next step is dropped: it is that of the workers that were saved. "
+            "Call synchronize() before you save a run that will continue on other ranks"
+        )
     return joined
 
 
@@ -121,6 +129,8 @@ def copy_for(optimizer: WireOptimizer, peers: Peers, topology: Topology, bucket_
     made._at_close, made._after_step, made._meter = [], [], Meter()
     made._rule = copy.copy(optimizer._rule)
     made._skips, made._clipping = copy.copy(optimizer._skips), copy.copy(optimizer._clipping)
+    made._delay = copy.copy(optimizer._delay)
+    made._delay.in_flight = False
     made._step_count = torch.zeros_like(optimizer._step_count)
     # Detached views, because requires_grad must be as it was when the optimizer was made, not as it is now.
     held = set(optimizer._flat_params)

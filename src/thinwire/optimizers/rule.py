@@ -43,6 +43,8 @@ class Context:
     """By position, the state of each parameter."""
     step: int = 1
     """The number of the step under way, from 1."""
+    delayed: bool = False
+    """Whether answers are applied one step later, so that `UpdateRule.keep` is called."""
 
     @property
     def layout(self) -> Layout:
@@ -93,6 +95,8 @@ class UpdateRule(abc.ABC):
     """False if answers go elsewhere. Low-precision parameters then have no fp32 master copies."""
     has_local_steps = False
     """Whether replicas may differ between synchronizations."""
+    no_delay: str | None = "its update rule is defined for answers of the same step only"
+    """Why answers cannot be applied one step later; None if they can."""
     context: Context
 
     # Hyper-parameters ------------------------------------------------------------------------------------------------
@@ -170,8 +174,16 @@ class UpdateRule(abc.ABC):
         """Read the answers, given the flags that any rank raised. Returns the flags to continue with."""
         return flags
 
+    @property
+    def answers_at_once(self) -> bool:
+        """With a delay, whether the exchange of this step must end in the same `step()` all the same."""
+        return False
+
+    def keep(self) -> None:
+        """With a delay, keep the answers of the exchange that has just ended, for `apply` in the next step."""
+
     def present(self) -> list[int]:
-        """The positions of the parameters that this step moves."""
+        """The positions of the parameters that this step moves, or the answers of an exchange that has just ended."""
         return self.context.session.present()
 
     @abc.abstractmethod

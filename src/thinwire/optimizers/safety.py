@@ -136,6 +136,6 @@ def _checksum_of(optimizer: WireOptimizer, position: int) -> int:
     """The checksums of the value of a parameter that all ranks share and of its fp32 master, in one number."""
     value = checksum(optimizer._rule.agreed_value(position))
     master = optimizer._state_of[position].get("master")
-    if master is None or not optimizer.is_synchronized:
+    if master is None or not optimizer._rule.is_synchronized:
         return value
     return value | checksum(master) << 32

@@ -25,6 +25,7 @@ from thinwire._callers import warn_user
 from thinwire._checks import INT64_MAX
 from thinwire.optimizers import rank_states
 from thinwire.optimizers.clipping import SHARE
+from thinwire.optimizers.delay import OUTCOME
 from thinwire.optimizers.inputs import make_plain
 from thinwire.transport.memory import HOST
 from thinwire.transport.state import Tensors
@@ -135,6 +136,7 @@ def check_saveable(registered: Optimizer) -> None:
     """
     optimizer = cast("WireOptimizer", registered)
     optimizer._follow_parameters()
+    optimizer._complete()
     optimizer._read_outcomes()
     if any(optimizer._session.encoded):
         raise RuntimeError(
@@ -174,6 +176,7 @@ def _after_load(registered: Optimizer) -> None:
     with torch.no_grad():
         for own, loaded in copies:
             own.copy_(loaded)
+    optimizer._delay.in_flight = False
     expose(optimizer)
     optimizer._skips.reset()
     optimizer._begin_step()
@@ -200,6 +203,7 @@ def _plan(
         states, labels = saved_states, [group.get("wire_rank") for group in groups]
         others = [rank for rank in labels if rank != optimizer._peers.rank]
     _check_rank(optimizer, others)
+    _check_delay(optimizer, states)
     _check_settings(optimizer, groups[0])
     if saved_sizes != sizes:
         raise ValueError(
@@ -259,6 +263,15 @@ def _check_label(optimizer: WireOptimizer, group: dict[str, Any]) -> None:
         raise ValueError(
             f"the state dict is of {buckets}, {this} has {_buckets(optimizer)}: a rank's state "
             "belongs to shards or slices of buckets, so resume with the bucket_mb that was saved, and its scale_block"
+        )
+
+
+def _check_delay(optimizer: WireOptimizer, states: Any) -> None:
+    saved = any(isinstance(entries, dict) and OUTCOME in entries for entries in states.values())
+    if saved != bool(optimizer._delay.steps) and optimizer._flat_params:
+        raise ValueError(
+            f"the state dict is of delay={int(saved)}, this {optimizer._noun} has delay={optimizer._delay.steps}: with "
+            "a delay the state has the answer that the next step applies. Resume with the delay that was saved"
         )
 
 

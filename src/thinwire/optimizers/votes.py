@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from thinwire.compressors.dense import Dense
+from thinwire.compressors.kept_answers import NAME, KeptWords
 from thinwire.compressors.stochastic_sign import Downlink, StochasticSign
 from thinwire.optimizers.adam import DENSE
 from thinwire.optimizers.rule import Context, Group, UpdateRule, exchange_after_activation
 from thinwire.transport import packet
-from thinwire.transport.buffers import Part
+from thinwire.transport.buffers import WORD_BYTES, Part
 from thinwire.transport.compressor import Compressor
 from thinwire.transport.state import State
 
@@ -38,10 +40,24 @@ class Votes:
         if context.topology.compresses:
             self.signs = StochasticSign(context.layout, downlink, context.kernels, activity, eps)
             self.compressors = {VOTES: self.signs}
+        self._kept: KeptWords | None = None
+        """With a delay, the answers that are applied in the next step."""
+        self._kept_active: Tensor | None = None
+        """The activation map of the exchange that they come from: it tells votes from activation bits."""
+        self._kept_runs: dict[int, Tensor] = {}
+        if context.delayed:
+            word_bytes, planes = (WORD_BYTES, self.signs.planes) if self.signs else (Dense.payload.word_bytes, 1)
+            self._kept = KeptWords(context.layout, word_bytes, planes)
+            self._kept_active = None if self.signs is None else torch.zeros_like(self.signs.active)
 
     def state(self) -> State:
-        """The activation map, equal on all ranks."""
-        return State() if self.signs is None else self.signs.state()
+        """The activation map and the answers that are kept, equal on all ranks."""
+        state = State() if self.signs is None else self.signs.state()
+        if self._kept is not None:
+            state.include(self._kept.state())
+        if self._kept_active is not None:
+            state.words[f"{NAME}_alive"] = self._kept_active
+        return state
 
     def begin_step(self, key: int) -> None:
         """Prepare for a step; `key` decides the owners' random draws."""
@@ -72,16 +88,36 @@ class Votes:
         """Move a parameter: x ← (1 - lr·λ) x - lr · answer."""
         lr = float(group["lr"])
         move = {"lr": lr, "decay": 1.0 - lr * group["weight_decay"]}
-        kernels, answers, signs = self._context.kernels, self._context.session.channel.buffers.answers, self.signs
+        kernels, signs = self._context.kernels, self.signs
+        answers = self._context.session.channel.buffers.answers if self._kept is None else self._kept.memory
         for part in parts:
+            runs = part.down_runs if self._kept is None else self._runs_of(part, self._kept)
             if signs is None:
-                kernels.dense_apply(part.down_runs, x, low, answers, **move)
+                kernels.dense_apply(runs, x, low, answers, **move)
             else:
+                active = signs.active if self._kept_active is None else self._kept_active
                 counts = {"planes": signs.planes, "workers": signs.counted_workers}
-                kernels.birder_apply(part.down_runs, x, low, signs.active, answers, **counts, **move)
+                kernels.birder_apply(runs, x, low, active, answers, **counts, **move)
+
+    def _runs_of(self, part: Part, kept: KeptWords) -> Tensor:
+        if part.index not in self._kept_runs:
+            self._kept_runs[part.index] = kept.runs(part)
+        return self._kept_runs[part.index]
+
+    def keep(self) -> None:
+        """See `UpdateRule`. The next exchange uses the activation map that these answers give."""
+        assert self._kept is not None, "only with a delay"
+        self._kept.keep(self._context.session.channel.buffers)
+        if self.signs is not None and self._kept_active is not None:
+            self._kept_active.copy_(self.signs.active)
+            self._read_activity()
 
     def after_apply(self) -> None:
         """See `UpdateRule`."""
+        if self._kept is None:
+            self._read_activity()
+
+    def _read_activity(self) -> None:
         if self.signs is not None:
             self.signs.update_activity()
             self.signs.record_votes(self._context.session.step_gate())

@@ -2,7 +2,7 @@
 
     sending lane       [mean over the node → encode →] seal → send
     answering lane     receive packets → check → merge → seal → answer
-    collecting lane    receive answers → [share in the node →] check → when the caller waits for it, commit
+    collecting lane    receive answers → [share in the node →] check → when the caller allows it, commit
 
 There are three lanes so that one bucket can be sent while another waits for packets and a third for answers.
 """
@@ -27,8 +27,9 @@ from thinwire.transport.node import LaneNode, Node
 from thinwire.transport.packet import Packet, refused_by
 from thinwire.transport.transport import Transport
 
-_IDLE_SECONDS, _BUSY_SECONDS = 0.1, 5.0
-"""How long a lane may take to end when it has nothing left to do, and when all its waits fail."""
+_IDLE_SECONDS, _BUSY_SECONDS, _FINISHING_SECONDS = 0.1, 5.0, 30.0
+"""How long a lane may take to end when it has nothing left to do, when all its waits fail, and when the interpreter
+exits during an exchange that the caller has left: other ranks may want its answer."""
 
 
 class _Endpoint:
@@ -80,6 +81,8 @@ class LaneTransport(Transport):
         """That of the exchange under way."""
         self._to_commit: int | None = None
         """The step of the exchange under way, when all its buckets are submitted."""
+        self._left = False
+        """Whether the exchange under way ends without the caller."""
         self._refusal: RuntimeError | None = None
 
     # The way of a bucket ---------------------------------------------------------------------------------------------
@@ -189,11 +192,9 @@ class LaneTransport(Transport):
             flags |= answered
         return flags
 
-    def _commit(self, endpoint: _Endpoint, step: int) -> None:
+    def _commit(self, endpoint: _Endpoint, step: int, agreed: int) -> None:
         """Collecting lane: the commit rounds between nodes and inside the node, for an error on all ranks if there is
         one on any."""
-        # The other nodes take no part in a local exchange. All ranks compare `agreed` in their next one.
-        agreed = 0 if endpoint.local else self.agreed
         if endpoint.messages.connected:
             with self.meter.answers:
                 self._refusal = endpoint.commit_round.run(step, self._refusal, agreed)
@@ -211,15 +212,25 @@ class LaneTransport(Transport):
         """See `Transport`."""
         self._refusal = self._refusal or error
 
+    def commit(self) -> None:
+        """See `Transport`."""
+        if self._endpoint is not None and self._to_commit is not None:
+            # The other nodes take no part in a local exchange. All ranks compare `agreed` in their next one.
+            agreed = 0 if self._endpoint.local else self.agreed
+            commit = functools.partial(self._commit, self._endpoint, self._to_commit, agreed)
+            # Behind all buckets, which pass from lane to lane.
+            to_collecting = functools.partial(self._collecting.submit, commit)
+            self._sending.submit(functools.partial(self._answering.submit, to_collecting))
+            self._left = True
+        self._to_commit = None
+
     def wait(self) -> None:
         """See `Transport`."""
         try:
-            self._sending.drain()
-            self._answering.drain()
-            if self._endpoint is not None and self._to_commit is not None:
-                self._collecting.submit(functools.partial(self._commit, self._endpoint, self._to_commit))
-            self._to_commit = None
-            self._collecting.drain()
+            self.commit()
+            for lane in self._lanes:
+                lane.drain()
+            self._left = False
         except BaseException as interruption:  # Ctrl-C, or an exception from the handler of another signal
             self.abort(interruption)
             raise
@@ -260,7 +271,7 @@ class LaneTransport(Transport):
 
     def close_at_exit(self) -> None:
         """See `Transport`."""
-        ended = [lane.close(_IDLE_SECONDS) for lane in self._lanes]
+        ended = [lane.close(_FINISHING_SECONDS if self._left else _IDLE_SECONDS) for lane in self._lanes]
         if not all(ended):
             self.abort(SystemExit("the interpreter exits"))
         self._connections.close()

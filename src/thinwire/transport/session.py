@@ -266,6 +266,13 @@ class Session:
             transport.wait()
         return transport.flags_seen
 
+    def leave(self) -> None:
+        """Let the exchange end by itself. `wait` must be called before the next step begins, and other gradients may be
+        noted until then."""
+        assert self._submitted == len(self._missing), "all buckets are submitted"
+        self.transport.commit()
+        self.encoded = [False] * len(self.layout.slots)
+
     def present(self) -> list[int]:
         """The positions of the tensors that have a gradient on some worker; all of them if only the device knows."""
         if self.deferred:

@@ -186,8 +186,8 @@ class StreamTransport(Transport):
             headers.check(frame.answers, step, index, flags, endpoint.owners)
         self._side.report.copy_presence(frame)
 
-    def _commit(self) -> None:
-        """Enqueue the commit rounds between nodes and inside the node, and the copy of the report to the host."""
+    def commit(self) -> None:
+        """See `Transport`. Enqueue the commit rounds between nodes and inside the node, and the copy of the report."""
         endpoint, step = self._endpoint, self._to_commit
         self._to_commit = None
         if endpoint is None or step is None:
@@ -214,14 +214,14 @@ class StreamTransport(Transport):
         """Commit, and make the current stream wait for the exchange, but not the host. Gates on the device then decide
         which parameters move; `outcomes` has the result later."""
         self._failure.check()
-        self._commit()
+        self.commit()
         self._side.streams.join()
         self._side.report.set_gates()
 
     def wait(self) -> None:
         """See `Transport`. The host waits for the device."""
         self._failure.check()
-        self._commit()
+        self.commit()
         self._side.streams.join()
         self._side.report.open_gates()
         self.flags_seen = 0

@@ -80,6 +80,10 @@ class Transport(abc.ABC):
         CorruptPacket on the others."""
 
     @abc.abstractmethod
+    def commit(self) -> None:
+        """Let the exchange under way commit without the caller, who has nothing to add to it. `wait` ends it later."""
+
+    @abc.abstractmethod
     def wait(self) -> None:
         """Commit, and wait until the exchange is complete. Afterwards the answers do not change, and the packets may.
 

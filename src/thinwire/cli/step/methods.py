@@ -229,7 +229,8 @@ def _compressed(entry: Averaging) -> Method:
         up, down = bits
         return _between_ranks(Bits(up, lambda workers: down))(cluster, shapes)
 
-    arguments = "".join(f", {name}={value!r}" for name, value in entry.options.items())
+    options = {**entry.options, **({"delay": entry.delay} if entry.delay else {})}
+    arguments = "".join(f", {name}={value!r}" for name, value in options.items())
     description = f'DDP with thinwire.compress(model, "{entry.compressor}"{arguments}) + fused AdamW, flat'
     return Method(description, prepare, theory, ours=True)
 

@@ -1,0 +1,323 @@
+"""`delay=1`: the answer of a step is applied in the next one, and nothing else changes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import thinwire
+from tests.distributed.common import (
+    MANY_CASES_SECONDS,
+    TokenNet,
+    by_case,
+    digest,
+    each_case,
+    named,
+    run_nodes,
+    token_loss,
+    token_net,
+)
+from tests.distributed.scenarios import (
+    SEED,
+    SHAPES,
+    Scenario,
+    partly_absent,
+    ramp,
+    rows_untouched,
+    run_birder,
+    sometimes_nonfinite,
+)
+from tests.harness import run_ranks, run_ranks_expecting_errors
+from tests.oracles.delayed_birder import DelayedBirderOracle
+from tests.oracles.flat_space import Group
+from thinwire.averaging.averager import GradientAverager
+from thinwire.averaging.catalogue import SCHEMES, rule_of
+from thinwire.optimizers.optimizer import WireOptimizer
+from thinwire.transport import virtual
+
+SCENARIOS = {
+    "defaults": Scenario(),
+    "majority": Scenario(options={"downlink": "majority"}),
+    "votes": Scenario(options={"downlink": "votes"}),
+    "two groups": Scenario(shapes=(SHAPES[:2], SHAPES[2:]), lrs=(0.01, 0.03), decays=(0.0, 0.5)),
+    "schedule": Scenario(schedule=ramp),
+    "partly absent": Scenario(partly_absent),
+    "rows untouched, votes, many buckets": Scenario(rows_untouched, options={"downlink": "votes", "bucket_mb": 0.0005}),
+    "sometimes nonfinite": Scenario(sometimes_nonfinite),
+}
+
+
+def test_birder_is_the_oracle() -> None:
+    delayed = {name: _with_delay(scenario) for name, scenario in SCENARIOS.items()}
+    for name, ranks in by_case(run_ranks(each_case, 3, run_birder, delayed, timeout=MANY_CASES_SECONDS)).items():
+        with named(name):
+            _assert_it_is_the_oracle(SCENARIOS[name], ranks)
+
+
+def _with_delay(scenario: Scenario) -> Scenario:
+    return Scenario(**{**vars(scenario), "options": {**scenario.options, "delay": 1}})
+
+
+def _assert_it_is_the_oracle(scenario: Scenario, ranks: Sequence[dict[str, Any]]) -> None:
+    groups = zip(scenario.starting_values(), scenario.lrs, scenario.decays, strict=True)
+    options = {name: value for name, value in scenario.options.items() if name != "bucket_mb"}
+    oracle = DelayedBirderOracle([Group(*group) for group in groups], len(ranks), seed=SEED, **options)
+    skipped = []
+    for step in range(1, scenario.steps + 1):
+        if scenario.schedule:
+            for group in oracle.groups:
+                group.lr = scenario.schedule(step)
+        outcome = oracle.step([scenario.gradients_at(step, rank, len(ranks)) for rank in range(len(ranks))])
+        skipped.append(outcome.skipped)
+        for index, p in enumerate(oracle.parameters):
+            where = f"step {step}, parameter {index}"
+            ours = [of_rank["values"][step - 1][index] for of_rank in ranks]
+            np.testing.assert_allclose(ours[0], p.value, rtol=1e-5, atol=1e-5, err_msg=where)
+            assert all(np.array_equal(ours[0], other) for other in ours), where
+    for of_rank in ranks:
+        assert of_rank["skipped"] == sum(skipped[:-1])
+
+
+# The same bits, however gradients come ------------------------------------------------------------------------------
+
+
+def _train(rank: int, world_size: int, run: Mapping[str, Any]) -> list[str]:
+    """The digests of the parameters after each step, and after `synchronize()`."""
+    net = token_net(run.get("dtype", torch.float32))
+    options = {"lr": 1e-2, "delay": 1, **run["options"]}
+    optimizer = run.get("optimizer", thinwire.Birder)(net.parameters(), **options)
+    model = DDP(net) if run.get("attach") else net
+    if isinstance(model, DDP):
+        thinwire.attach(model, optimizer)
+    digests = []
+    for step in range(6):
+        for micro in range(run.get("passes", 1)):
+            last = micro == run.get("passes", 1) - 1
+            with model.no_sync() if isinstance(model, DDP) and not last else nullcontext():
+                token_loss(model, rank, 10 * step + micro).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == run.get("look_at"):
+            optimizer.state_dict()  # ends the exchange in flight, on one rank earlier than on the others
+        digests.append(digest(net.parameters()))
+        assert not optimizer.is_synchronized
+    optimizer.synchronize()
+    assert optimizer.is_synchronized
+    digests.append(digest(net.parameters()))
+    return digests
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "Birder": {"options": {}},
+    "Birder, votes, bfloat16": {"options": {"downlink": "votes"}, "dtype": torch.bfloat16},
+    "Birder, clipped": {"options": {"clip_norm": 0.1}},
+    "Birder, accumulating": {"options": {}, "passes": 2},
+    "Distributed Lion": {"options": {}, "optimizer": thinwire.DistributedLion},
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "attached": {"attach": True},
+    "attached, small buckets": {"attach": True, "bucket_mb": 0.01},
+    "small buckets, looked at": {"bucket_mb": 0.02, "look_at": 3},
+}
+
+
+def test_overlap_and_buckets_change_no_bit() -> None:
+    cases = {}
+    for (name, run), (variant, change) in itertools.product(RUNS.items(), VARIANTS.items()):
+        options = {**run["options"], "bucket_mb": change.get("bucket_mb")}
+        cases[f"{name}: {variant}"] = {**run, **change, "options": options}
+    found = by_case(run_ranks(each_case, 3, _train, cases, timeout=MANY_CASES_SECONDS))
+    for name, run in RUNS.items():
+        plain = found[f"{name}: plain"]
+        assert len(set(plain[0])) == 7, f"{name}: some step moved nothing"
+        for variant in VARIANTS:
+            assert found[f"{name}: {variant}"] == [plain[0]] * 3, f"{name}: {variant}"
+        if "passes" not in run:
+            assert virtual.run_workers(3, _train, run) == plain, name
+
+
+def test_nodes_change_no_bit() -> None:
+    nodes = {"options": {"topology": "hierarchical"}}
+    cases = {"plain": nodes, "attached": {**nodes, "attach": True, "options": {**nodes["options"], "bucket_mb": 0.01}}}
+    for nodes_and_ranks in ((2, 2), (1, 2)):
+        found = by_case(run_nodes(each_case, *nodes_and_ranks, _train, cases))
+        assert found["plain"] == found["attached"]
+        assert all(of_rank == found["plain"][0] for of_rank in found["plain"])
+
+
+# Compressed averaging -----------------------------------------------------------------------------------------------
+
+STEPS = 5
+ABSENT, NONFINITE = 2, 3
+"""The steps in which one parameter has no gradient, and one rank has an infinite one."""
+
+
+def _gradients(params: Sequence[nn.Parameter], rank: int, step: int) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(100 * step + rank)
+    gradients = [torch.randn(p.numel(), generator=draw) for p in params]
+    if step == NONFINITE and rank == 1:
+        gradients[0][0] = math.inf
+    return gradients
+
+
+def _means(rank: int, world_size: int, compressor: str, delay: int) -> list[list[Tensor]]:
+    params = list(token_net().parameters())
+    averager = GradientAverager(params, rule_of(compressor, {}), bucket_mb=0.01, delay=delay)
+    means = []
+    for step in range(STEPS):
+        averager.begin(2.0 ** (step // 2))
+        gradients = [gradient * 2.0 ** (step // 2) for gradient in _gradients(params, rank, step)]
+        for index, (p, gradient) in enumerate(zip(params, gradients, strict=True)):
+            averager.add(p, gradient, present=step != ABSENT or index != 1)
+        averager.finish()
+        means.append(gradients)
+    if delay:
+        averager.loss_scale_now = lambda: 2.0 ** ((STEPS - 1) // 2)
+        averager.synchronize()
+        means.append([torch.zeros(p.numel()) if p.grad is None else p.grad.view(-1) for p in params])
+    return means
+
+
+def _both(rank: int, world_size: int, compressor: str) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
+    return _means(rank, world_size, compressor, 0), _means(rank, world_size, compressor, 1)
+
+
+FEW = ("int4", "topk", "randomk", "none")
+"""Answers with a place for each element and without, with random numbers, and floats."""
+
+
+@pytest.mark.parametrize(
+    ("nodes", "ranks", "names"),
+    [
+        (3, 1, FEW),
+        (2, 2, FEW[:2]),
+        *(pytest.param(*grid, tuple(SCHEMES), marks=pytest.mark.long) for grid in [(3, 1), (2, 2)]),
+    ],
+    ids=str,
+)
+def test_each_mean_comes_one_step_later(nodes: int, ranks: int, names: Sequence[str]) -> None:
+    cases = {name: name for name in names}
+    found = by_case(run_nodes(each_case, nodes, ranks, _both, cases, timeout=MANY_CASES_SECONDS))
+    for name, of_ranks in found.items():
+        for rank, (at_once, later) in enumerate(of_ranks):
+            for step in range(STEPS + 1):
+                scale = 2.0 ** (min(step, STEPS - 1) // 2 - (step - 1) // 2) if step else 1.0
+                for index, mean in enumerate(later[step]):
+                    nothing = not step or (step - 1 == ABSENT and index == 1)
+                    expected = np.zeros_like(mean) if nothing else at_once[step - 1][index] * scale
+                    np.testing.assert_array_equal(mean, expected, err_msg=f"{name}, rank {rank}, {step}, {index}")
+            assert math.isnan(later[NONFINITE + 1][2][0])
+
+
+def _compressed(rank: int, world_size: int, run: Mapping[str, Any]) -> list[tuple[str, str]]:
+    net = token_net()
+    model = DDP(net, **run.get("ddp", {}))
+    handle = thinwire.compress(model, run.get("compressor", "int4"), delay=1, bucket_mb=run.get("bucket_mb"))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    records = []
+    for step in range(6):
+        for micro in range(2):
+            with nullcontext() if micro else model.no_sync():
+                token_loss(model, rank, 10 * step + micro).backward()
+        grads = [p.grad for p in net.parameters() if p.grad is not None]
+        assert bool(any(grad.any() for grad in grads)) == (step > 0)
+        optimizer.step()
+        records.append((digest(grads), digest(net.parameters())))
+        optimizer.zero_grad()
+        if rank == 1 and step == 2:
+            handle.state_dict()
+    assert not handle.is_synchronized
+    handle.synchronize()
+    assert handle.is_synchronized
+    optimizer.step()
+    records.append(("", digest(net.parameters())))
+    return records
+
+
+def test_compress_in_ddp_changes_no_bit_with_buckets() -> None:
+    runs = {
+        "int4": {},
+        "int4, small buckets": {"bucket_mb": 0.01, "ddp": {"bucket_cap_mb": 0.01, "gradient_as_bucket_view": True}},
+    }
+    found = by_case(run_ranks(each_case, 3, _compressed, runs, timeout=MANY_CASES_SECONDS))
+    for name, ranks in found.items():
+        assert ranks == [found["int4"][0]] * 3, name
+
+
+class _Alternating(TokenNet):
+    """Uses its head in every second forward only."""
+
+    used = False
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.used = not self.used
+        hidden = torch.tanh(self.hidden(self.embedding(tokens)))
+        return self.head(hidden) if self.used else hidden
+
+
+def _alternate(rank: int, world_size: int, views: bool) -> list[tuple[bool, str]]:
+    torch.manual_seed(0)
+    net = _Alternating()
+    model = DDP(net, find_unused_parameters=True, gradient_as_bucket_view=views)
+    thinwire.compress(model, "none", delay=1)
+    seen = []
+    for step in range(5):
+        token_loss(model, rank, step).backward()
+        grad = net.head.weight.grad
+        seen.append((grad is not None and bool(grad.any()), digest([grad]) if grad is not None else ""))
+        model.zero_grad()
+    return seen
+
+
+def test_a_parameter_that_no_rank_uses_now_gets_its_mean_all_the_same() -> None:
+    """Otherwise a parameter that is used in every second step would never move."""
+    for views in (False, True):
+        first, second = run_ranks(_alternate, 2, views)
+        assert first == second
+        assert [moves for moves, _ in first] == [False, True, False, True, False]
+
+
+# Faults and ends ----------------------------------------------------------------------------------------------------
+
+
+def _lose_a_rank(rank: int, world_size: int, kind: str) -> None:
+    net = token_net()
+    model = DDP(net)
+    optimizer: Any = None
+    if kind == "compress":
+        _ = thinwire.compress(model, delay=1)
+    else:
+        optimizer = thinwire.Birder(net.parameters(), delay=1)
+        thinwire.attach(model, optimizer)
+    for step in range(4):
+        if step == 3 and rank == 1:
+            time.sleep(0.3)
+            os._exit(1)
+        token_loss(model, rank, step).backward()
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+    if isinstance(optimizer, WireOptimizer):
+        optimizer.synchronize()
+    else:
+        token_loss(model, rank, 4).backward()
+
+
+@pytest.mark.parametrize("kind", ["compress", "attach"])
+def test_a_lost_rank_is_an_error_on_all_others(kind: str) -> None:
+    begin = time.monotonic()
+    first, lost, third = run_ranks_expecting_errors(_lose_a_rank, 3, kind)
+    assert [first.type_name, lost.type_name, third.type_name] == ["PeerLost", "ProcessDied", "PeerLost"]
+    assert time.monotonic() - begin < 20.0
