@@ -23,6 +23,7 @@ from thinwire.errors import (
     ReplicasDiffer,
     TooManySkips,
 )
+from thinwire.local_steps import LocalSteps
 from thinwire.metrics import Metrics
 from thinwire.optimizers.birder import Birder
 from thinwire.optimizers.cd_adam import CDAdam
@@ -32,6 +33,7 @@ from thinwire.optimizers.onebit_adam import OneBitAdam
 from thinwire.optimizers.onebit_lamb import OneBitLamb
 from thinwire.optimizers.sketched_amsgrad import SketchedAMSGrad
 from thinwire.optimizers.zero_one_adam import ZeroOneAdam
+from thinwire.outer.metrics import LocalMetrics
 
 __all__ = [
     "Birder",
@@ -42,6 +44,8 @@ __all__ = [
     "DistributedLion",
     "GradientChanged",
     "Lamb",
+    "LocalMetrics",
+    "LocalSteps",
     "Metrics",
     "OneBitAdam",
     "OneBitLamb",

@@ -12,7 +12,7 @@ an optimizer with threads and process groups into a copy. So all of it becomes i
 import gc
 import types
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn, Protocol
 
 from torch import Tensor, nn
@@ -167,10 +167,16 @@ def check_hooks(model: DistributedDataParallel, caller: str) -> None:
 
 
 def find_averaging_model(params: Iterable[Tensor]) -> str | None:
-    """The class of a DistributedDataParallel model that holds one of these parameters; None if there is none.
+    """The class of a DistributedDataParallel model that holds one of these parameters; None if there is none."""
+    model = next(averaging_models(params), None)
+    return None if model is None else type(model).__name__
+
+
+def averaging_models(params: Iterable[Tensor]) -> Iterator[DistributedDataParallel]:
+    """The DistributedDataParallel models that hold one of these parameters.
 
     Parameters do not refer to such a model, so this asks the garbage collector for all objects. It takes a fraction of
-    a second: for use before an error or a warning.
+    a second: for use once, or before an error or a warning.
     """
     wanted = {id(p) for p in params}
     for each in gc.get_objects():
@@ -178,8 +184,7 @@ def find_averaging_model(params: Iterable[Tensor]) -> str | None:
         if issubclass(type(each), DistributedDataParallel):
             module = getattr(each, "module", None)
             if isinstance(module, nn.Module) and any(id(p) in wanted for p in module.parameters()):
-                return type(each).__name__
-    return None
+                yield each
 
 
 def take_over(model: DistributedDataParallel, exchanger: Exchanger) -> None:

@@ -70,6 +70,15 @@ def set_gradient_synchronization(model: DistributedDataParallel, *, enabled: boo
     model.require_backward_grad_sync = enabled
 
 
+def synchronized_last(model: DistributedDataParallel) -> bool:
+    """Whether the last forward prepared an exchange of gradients; True before the first one.
+
+    `LocalSteps` runs after backward, when `no_sync()` has ended: the flag of `synchronizes_gradients` is set again.
+    Without it, models under `no_sync()` would be refused. Undocumented; since 2.6.
+    """
+    return model.require_forward_param_sync
+
+
 def set_buffer_synchronization(model: DistributedDataParallel, *, enabled: bool) -> None:
     """Choose whether the next forward broadcasts the buffers of rank 0.
 

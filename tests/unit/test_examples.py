@@ -69,6 +69,17 @@ def test_train_fsdp(tmp_path: Path) -> None:
     assert 7 < dense / sent < 7.6  # 32 / 4.25 bits, without headers and padding
 
 
+def test_local_steps(tmp_path: Path) -> None:
+    output = run(TORCHRUN, "local_steps.py", cwd=tmp_path)
+    losses = losses_in(output)
+    assert len(losses) == 5
+    assert losses[-1] < losses[0] / 3
+    assert "the same on all ranks: True" in output
+    assert "12 exchanges" in output
+    sent, dense = (float(figure.replace(",", "")) for figure in re.findall(r"([\d,]+) bytes, DDP ([\d,]+)", output)[0])
+    assert 20 * 6.5 < dense / sent < 20 * 32 / 4.25
+
+
 @pytest.mark.parametrize(("launcher", "ranks"), [(PYTHON, 1), (TORCHRUN, 2)], ids=["python", "torchrun"])
 def test_without_ddp(launcher: list[str], ranks: int, tmp_path: Path) -> None:
     output = run(launcher, "without_ddp.py", cwd=tmp_path)

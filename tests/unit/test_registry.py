@@ -43,7 +43,8 @@ def test_names_of_averagings() -> None:
 def test_every_public_optimizer_is_registered() -> None:
     public = [getattr(thinwire, name) for name in thinwire.__all__]
     classes = {c for c in public if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)}
-    assert classes == {entry.optimizer for entry in OPTIMIZERS.values()}
+    # Local steps are of any optimizer.
+    assert classes - {thinwire.LocalSteps} == {entry.optimizer for entry in OPTIMIZERS.values()}
 
 
 ADD_ONE = """

@@ -181,8 +181,9 @@ def test_gradient_synchronization(model: DistributedDataParallel) -> None:
         assert not _torch_compat.synchronizes_gradients(model)
     _torch_compat.set_gradient_synchronization(model, enabled=False)
     assert not _torch_compat.synchronizes_gradients(model)
+    assert _torch_compat.synchronized_last(model)
     model(torch.ones(1, 3))
-    assert not model.require_forward_param_sync  # DDP has noticed
+    assert not _torch_compat.synchronized_last(model)  # DDP has noticed
     _torch_compat.set_buffer_synchronization(model, enabled=True)
     assert model.require_forward_param_sync
 

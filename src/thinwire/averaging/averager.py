@@ -16,6 +16,7 @@ from torch import Tensor
 from thinwire.averaging.rule import AveragingRule
 from thinwire.optimizers.inputs import mark_averaged, unmark_averaged
 from thinwire.optimizers.optimizer import Unpack, WireOptimizer, WireOptions
+from thinwire.optimizers.safety import OF_AVERAGES
 
 
 class GradientAverager(WireOptimizer):
@@ -31,6 +32,7 @@ class GradientAverager(WireOptimizer):
     """
 
     _rule: AveragingRule
+    _skip_words = OF_AVERAGES
 
     def __init__(self, params: Iterable[Tensor], rule: AveragingRule, **wire: Unpack[WireOptions]) -> None:
         super().__init__(params, {}, rule, **wire)
@@ -154,6 +156,11 @@ class GradientAverager(WireOptimizer):
     def _release_gradients(self) -> None:
         # The memory belongs to the caller, who may release it.
         self._rule.gradients = [None] * len(self._flat_params)
+
+    @property
+    def overflowed(self) -> bool:
+        """Whether a gradient was not finite on any rank in the last exchange."""
+        return self._overflowed
 
     def release(self) -> None:
         """End the averaging for good: thinwire's optimizers may take the parameters over."""

@@ -95,8 +95,8 @@ from torch.optim import Optimizer
 from thinwire.averaging.handle import Compression
 from thinwire.checkpoint._consolidated import load_consolidated
 from thinwire.checkpoint._load import Checkpoint, LoadOperation
+from thinwire.checkpoint._local_run import optimizers_of
 from thinwire.checkpoint._mismatch import OnMismatch
-from thinwire.checkpoint._optimizers import Optimizers
 from thinwire.checkpoint._save import SaveOperation
 
 __all__ = ["Checkpoint", "load", "load_state_dict", "save"]
@@ -117,8 +117,8 @@ def save(
     Args:
         path: the directory of checkpoints; created if it does not exist.
         model: a module. DistributedDataParallel and torch.compile around it are not saved.
-        optimizer: a thinwire optimizer; with `compression`, any torch.optim.Optimizer. The state of a second one, such
-            as AdamW beside Muon, may go to `extra`: it is the same on all ranks.
+        optimizer: a thinwire optimizer or `thinwire.LocalSteps`; with `compression`, any torch.optim.Optimizer. The
+            state of a second one, such as AdamW beside Muon, may go to `extra`: it is the same on all ranks.
         step: the number of steps taken, as you count them; the same on all ranks.
         extra: what `load` returns to this rank: tensors, numbers, strings, and lists, tuples and dicts of these.
         keep: how many checkpoints to keep, this one included; None for all.
@@ -135,7 +135,7 @@ def save(
             The message lists the ranks.
         RuntimeError: on every rank, if any rank is between backward and `step()`.
     """
-    return SaveOperation(path, model, Optimizers(optimizer, compression), step, extra, keep).run()
+    return SaveOperation(path, model, optimizers_of(optimizer, compression), step, extra, keep).run()
 
 
 def load(
@@ -181,7 +181,7 @@ def load(
             ranks with `on_mismatch="error"`, or does not fit; also if there is no checkpoint of the given step.
         RuntimeError: on every rank, if the model has other entries, shapes or dtypes, or if ranks give different steps.
     """
-    return LoadOperation(path, model, Optimizers(optimizer, compression), on_mismatch, fallback, step).run()
+    return LoadOperation(path, model, optimizers_of(optimizer, compression), on_mismatch, fallback, step).run()
 
 
 def load_state_dict(

@@ -127,11 +127,7 @@ class LoadOperation:
         if self._step is not None and not is_integer(self._step, 0, INT64_MAX):
             raise ValueError(f"step={self._step!r}: expected the step of a checkpoint, or None for the newest")
         self._optimizers.check()
-        if any(self._optimizers.wire._session.encoded):
-            raise RuntimeError(
-                f"checkpoint.load() {self._optimizers.wire._exchange_time}: gradients of this step have been sent "
-                "already. Load before backward, or after step()"
-            )
+        self._optimizers.check_loadable()
         self._directory = CheckpointDirectory(Path(self._path))
         self._module = unwrapped_model(self._model)
         return self._directory.names()
@@ -143,6 +139,12 @@ class LoadOperation:
         differences = differences_from(self._optimizers.wire, manifest.nodes, manifest.bucket_mb)
         if not differences:
             extra = self._restore(directory, manifest)
+        elif not self._optimizers.reshards:
+            raise ValueError(
+                f"{name} was saved by {' and '.join(differences)}: each rank of {self._optimizers.name} has its own "
+                "parameters and inner state, so resume on the ranks that saved. To go on with other ranks, call "
+                "synchronize() before you save, and load the model into a new run"
+            )
         elif self._on_mismatch == "error":
             raise ValueError(
                 f"{name} was saved by {' and '.join(differences)}: the state of a rank does not fit. Resume with the "

@@ -30,6 +30,9 @@ class Optimizers:
         TypeError: if neither argument connects this rank to the others.
     """
 
+    reshards = True
+    """Whether a run can continue on other ranks."""
+
     def __init__(self, optimizer: object, compression: object) -> None:
         optimizer = unwrapped_optimizer(optimizer)
         # Raised on this rank alone: the arguments are what connects it to the others.
@@ -87,6 +90,18 @@ class Optimizers:
             RuntimeError: if one is.
         """
         state_dicts.check_saveable(self.wire)
+
+    def check_loadable(self) -> None:
+        """Check that no exchange is under way.
+
+        Raises:
+            RuntimeError: if one is.
+        """
+        if any(self.wire._session.encoded):
+            raise RuntimeError(
+                f"checkpoint.load() {self.wire._exchange_time}: gradients of this step have been sent already. Load "
+                "before backward, or after step()"
+            )
 
     def contents(self) -> dict[str, Any]:
         """Their parts of this rank's file.

@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from thinwire._torch_compat import own_tensors
+from thinwire.checkpoint._local_run import LocalRun, LocalSnapshot
 from thinwire.checkpoint._optimizers import Optimizers
 from thinwire.checkpoint._random_states import random_states, restore_random_states
 from thinwire.optimizers.optimizer import WireOptimizer
@@ -30,8 +31,14 @@ class Snapshot:
     """
 
     def __init__(self, module: nn.Module, optimizers: Optimizers) -> None:
-        self._module, self._wire = module, _WireSnapshot(optimizers.wire)
-        self._plain = None if optimizers.plain is None else _PlainSnapshot(optimizers.plain)
+        self._module = module
+        self._optimizers: list[LocalSnapshot | _WireSnapshot | _PlainSnapshot] = []
+        if isinstance(optimizers, LocalRun):
+            self._optimizers.append(LocalSnapshot(optimizers.local))
+        else:
+            self._optimizers.append(_WireSnapshot(optimizers.wire))
+        if optimizers.plain is not None:
+            self._optimizers.append(_PlainSnapshot(optimizers.plain))
         # Each dictionary of parameters or buffers, and its entries.
         self._entries = [(own, dict(own)) for part in module.modules() for own in own_tensors(part)]
         held = [tensor for _, entries in self._entries for tensor in entries.values()]
@@ -55,9 +62,8 @@ class Snapshot:
             own.update(entries)
         self._values.restore()
         if optimizers:
-            self._wire.restore()
-            if self._plain is not None:
-                self._plain.restore()
+            for each in self._optimizers:
+                each.restore()
         for part, state in self._extra_states:
             part.set_extra_state(state)
         restore_random_states(self._module, self._random_states)

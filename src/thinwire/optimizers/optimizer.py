@@ -51,7 +51,7 @@ from thinwire.optimizers.inputs import (
 )
 from thinwire.optimizers.lone_saves import LoneSaves
 from thinwire.optimizers.rule import Context, RuleEncoder, UpdateRule
-from thinwire.optimizers.safety import ReplicaCheck, Skips, name_of
+from thinwire.optimizers.safety import OF_STEPS, ReplicaCheck, Skips, name_of
 from thinwire.transport import packet
 from thinwire.transport.failures import on_all_ranks
 from thinwire.transport.layout import is_dense
@@ -103,6 +103,7 @@ class WireOptimizer(Optimizer):
     """
 
     _built = False
+    _skip_words = OF_STEPS
 
     def __init_subclass__(cls) -> None:
         cls.__signature__ = _with_options(cls.__init__)
@@ -131,7 +132,7 @@ class WireOptimizer(Optimizer):
         self._rule = rule
         self._bucket_mb = bucket_mb
         self._node_dtype = node_dtype
-        self._skips = Skips(max_consecutive_skips, averaging=not rule.moves_parameters)
+        self._skips = Skips(max_consecutive_skips, self._skip_words)
         self._replica_check = ReplicaCheck(check_replicas_every)
         self._lone_saves = LoneSaves()
         self._clipping = Clipping(clip_norm, clip_value)

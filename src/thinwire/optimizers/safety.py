@@ -6,6 +6,7 @@ import hashlib
 import logging
 import struct
 from collections import defaultdict
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from thinwire._checks import INT64_MAX, is_integer
@@ -19,22 +20,46 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("thinwire")
 
 
+@dataclass(frozen=True)
+class SkipWords:
+    """What messages say about a skipped step, which is not the same for all that exchange."""
+
+    first: str
+    """The warning for the first of several in a row, with the step as %d."""
+    many: str
+    """What has happened several times in a row, with `count`, `step` and `limit`."""
+
+
+OF_STEPS = SkipWords(
+    "step %d was skipped on all ranks: a gradient or its square was not finite",
+    "{count} steps in a row, up to step {step}, were skipped {limit} because a gradient on some rank was not finite, "
+    "or above 1e18, where its square overflows. The model no longer changes",
+)
+"""Of an optimizer."""
+OF_AVERAGES = SkipWords(
+    "exchange %d: a gradient was not finite, so all gradients are NaN on all ranks",
+    "in {count} exchanges in a row, up to exchange {step}, a gradient on some rank was not finite {limit}. The "
+    "optimizer got no usable gradient since then",
+)
+"""Of an exchange that only averages gradients, for an optimizer of the user."""
+
+
 class Skips:
     """Counts consecutive skipped steps.
 
     Args:
         most: this many in a row are an error; None for no limit.
-        averaging: whether a step only averages gradients, for an optimizer of the user.
+        words: what messages say.
 
     Raises:
         ValueError: if it is not such a number.
     """
 
-    def __init__(self, most: int | None, *, averaging: bool = False) -> None:
+    def __init__(self, most: int | None, words: SkipWords = OF_STEPS) -> None:
         if most is not None and not is_integer(most, 1, INT64_MAX):
             raise ValueError(f"max_consecutive_skips={most!r}: expected a positive number of steps, or None")
         self.most = most
-        self._averaging = averaging
+        self._words = words
         self._in_a_row = 0
 
     def reset(self) -> None:
@@ -48,28 +73,14 @@ class Skips:
             TooManySkips: on all ranks, because all ranks skip the same steps.
         """
         self._in_a_row = self._in_a_row + 1 if skipped else 0
-        if self._in_a_row == 1 and self._averaging:
-            _LOG.warning("exchange %d: a gradient was not finite, so all gradients are NaN on all ranks", step)
-        elif self._in_a_row == 1:
-            _LOG.warning("step %d was skipped on all ranks: a gradient or its square was not finite", step)
+        if self._in_a_row == 1:
+            _LOG.warning(self._words.first, step)
         if self.most is not None and self._in_a_row >= self.most:
-            raise TooManySkips(self._too_many(step))
-
-    def _too_many(self, step: int) -> str:
-        limit = f"(max_consecutive_skips={self.most})"
-        advice = (
-            "Look for a learning rate that is too large or a rank with bad data, and resume from a checkpoint before "
-            "the first of them"
-        )
-        if self._averaging:
-            return (
-                f"in {self._in_a_row} exchanges in a row, up to exchange {step}, a gradient on some rank was not "
-                f"finite {limit}. The optimizer got no usable gradient since then. {advice}"
+            limit = f"(max_consecutive_skips={self.most})"
+            raise TooManySkips(
+                f"{self._words.many.format(count=self._in_a_row, step=step, limit=limit)}. Look for a learning rate "
+                "that is too large or a rank with bad data, and resume from a checkpoint before the first of them"
             )
-        return (
-            f"{self._in_a_row} steps in a row, up to step {step}, were skipped {limit} because a gradient on some rank "
-            f"was not finite, or above 1e18, where its square overflows. The model no longer changes. {advice}"
-        )
 
 
 class ReplicaCheck:

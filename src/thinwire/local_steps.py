@@ -1,0 +1,567 @@
+"""`thinwire.LocalSteps`: many steps of any optimizer on each worker, then one compressed outer update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from thinwire._torch_compat import scale_passed_to_step, unscales_in_step
+from thinwire.averaging.catalogue import rule_of
+from thinwire.optimizers.agreement import require_agreement, require_same
+from thinwire.optimizers.inputs import check_frozen, make_plain
+from thinwire.outer.averager import OuterAverager
+from thinwire.outer.buffers import average_buffers
+from thinwire.outer.fragment import Fragment, OuterStep, divide
+from thinwire.outer.inputs import (
+    all_finite,
+    check_alone,
+    check_fraction,
+    check_gradient,
+    check_inner,
+    inner_fields,
+)
+from thinwire.outer.metrics import LocalMetrics, local_metrics
+from thinwire.outer.profiles import profile_of
+from thinwire.outer.schedule import Every, Schedule
+from thinwire.transport.failures import on_all_ranks
+from thinwire.transport.peers import Peers
+from thinwire.transport.topology import Choice
+
+_OWN = "thinwire"
+"""The entry of a state dict that holds everything but the state of the inner optimizer."""
+
+
+@unscales_in_step
+class LocalSteps(Optimizer):
+    """Local steps with compressed outer updates (DiLoCo): ranks train alone, and exchange how far they have moved every
+    `every` steps. On links that are too slow even for one bit per parameter and step.
+
+    A. Douillard, Q. Feng, A. A. Rusu, R. Chhaparia, Y. Donchev, A. Kuncoro, M. Ranzato, A. Szlam, J. Shen: "DiLoCo:
+    distributed low-communication training of language models", arXiv 2311.08105, 2023.
+    A. Douillard et al.: "Streaming DiLoCo with overlapping communication: towards a distributed free lunch", arXiv
+    2501.18512, 2025 (`fragments`, `delay`, `mix`).
+
+    Example::
+
+        inner = torch.optim.AdamW(model.parameters(), lr=4e-4)     # the module itself, not in DDP
+        opt = thinwire.LocalSteps(inner, every=30, compressor="int4")
+        ...
+        loss.backward(); opt.step(); opt.zero_grad()               # every 30th step exchanges
+
+    With θ the parameters of a worker and θ_ref where all workers last agreed, after `every` inner steps::
+
+        Δ = θ_ref - θ
+        Δ̄ = the mean of Δ over all workers, through the compressor: e ← decay·e + Δ, send C(e), e ← e - C(e)
+        m ← outer_momentum·m + Δ̄
+        θ_ref ← θ_ref - outer_lr·(Δ̄ + outer_momentum·m)
+        θ ← θ_ref
+
+    All ranks have the same θ_ref, to the bit. The state of the inner optimizer stays where it is and is never sent.
+
+    Relatives, by their settings: `outer_lr=1, outer_momentum=0, compressor="none"` is local SGD (S. U. Stich: "Local
+    SGD converges fast and communicates little", ICLR 2019), with any inner optimizer. The same with `"topk"`, `"qsgd"`
+    or `"sign"` is Qsparse-local-SGD (D. Basu, D. Data, C. Karakus, S. Diggavi, NeurIPS 2019), whose error memory this
+    is. With `"chunked_topk"`, `residual_decay=0.95` and the outer settings of local SGD it is SparseLoCo. CSER (C. Xie
+    et al., NeurIPS 2020) applies the residual to the local parameters; that is not offered.
+
+    `opt` behaves like `inner`: `param_groups`, `state`, `zero_grad()` and hyper-parameters are those of `inner`, and
+    learning rate schedulers on either count inner steps. A GradScaler works as before: each worker has its own scale
+    and skips its own steps. If a gradient is not finite, the worker skips that inner step. If Δ is not finite on any
+    rank, all ranks return to θ_ref together; compression then leaves no infinity behind.
+
+    Buffers, such as the statistics of BatchNorm, stay local. `synchronize(model)` averages them, before you evaluate.
+
+    Parameters in bfloat16 or float16 have a θ_ref in float32. Ranks of a node that `topology` or `mesh` names form a
+    worker: Δ is averaged densely among them, and compressed between nodes. Use DistributedDataParallel over the ranks
+    of each node if they should take their inner steps together.
+
+    Memory: θ_ref, momentum and Δ of 4 bytes per parameter each (with fragments, Δ of the largest only; without momentum
+    none for it), and the residuals of the compressor.
+
+    When not to use it: if the network is fast enough for an exchange per step (`thinwire.compress`, `thinwire.Birder`),
+    which needs fewer tokens for the same loss; in runs of a few hundred steps, in which there are only a few outer
+    steps; if ranks have very different data, whose local optima differ.
+
+    Differences from the papers: Δ is compressed in both directions, with error memory at workers and owners. Fragments
+    are balanced by size over the list of parameters, because an optimizer knows no layers.
+
+    Args:
+        inner: the optimizer of this worker: any torch.optim.Optimizer over float parameters of the unwrapped module.
+        every: the number of inner steps per outer step; or a function from the number of outer steps so far to it,
+            equal on all ranks.
+        compressor: the name of the compressor, as in `thinwire.compress`; "none" is the dense exchange of DiLoCo.
+        outer_lr: the outer learning rate. May be assigned later, on all ranks.
+        outer_momentum: the outer Nesterov momentum, in [0, 1). May be assigned later, on all ranks.
+        fragments: exchange the model in this many parts, spread over the interval. The peak rate on the link falls by
+            this factor.
+        delay: apply an exchange this many inner steps after it has begun, while inner steps go on.
+        mix: with `delay`, keep this share of the worker's own parameters, in [0, 1): θ ← mix·θ + (1 - mix)·θ_ref.
+            Otherwise what a worker learned during the delay is lost. θ_ref stays equal on all ranks.
+        residual_decay: what residuals are multiplied by before each exchange, in [0, 1].
+        process_group, topology, mesh, node_dtype, bucket_mb: as in `thinwire.compress`.
+        max_consecutive_skips: raise TooManySkips after this many exchanges in a row in which an update was not finite.
+            None: never.
+        check_replicas_every: compare a hash of θ_ref across all ranks every this many exchanges; 0 for never.
+        **options: options of the compressor, such as `block=32` of "int4".
+
+    Raises:
+        TypeError: if `inner` is not such an optimizer; for an unknown option of the compressor.
+        ValueError: for an unknown compressor, or an argument out of range. The first `step()` raises on every rank if
+            ranks disagree, or if something else averages the gradients.
+    """
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        every: Every = 30,
+        compressor: str = "int4",
+        *,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+        fragments: int = 1,
+        delay: int = 0,
+        mix: float = 0.0,
+        residual_decay: float = 1.0,
+        process_group: dist.ProcessGroup | None = None,
+        topology: Choice = "auto",
+        mesh: DeviceMesh | None = None,
+        node_dtype: torch.dtype = torch.float32,
+        bucket_mb: float | None = None,
+        max_consecutive_skips: int | None = 10,
+        check_replicas_every: int = 10,
+        **options: Any,
+    ) -> None:
+        if isinstance(inner, LocalSteps):
+            raise TypeError("inner is thinwire.LocalSteps: expected an optimizer that steps alone")
+        check_inner(inner)
+        check_fraction("mix", mix, below=1.0)
+        self.inner = inner
+        """The optimizer of this worker."""
+        self.outer_lr = outer_lr
+        self.outer_momentum = outer_momentum
+        self._check_outer()
+        self._mix = mix
+        self._schedule = Schedule(every, fragments, delay)
+        self._compressor: tuple[str, Mapping[str, Any], float] = (compressor, options, residual_decay)
+        rule_of(*self._compressor)  # raises for a wrong argument
+        self._process_group = process_group
+        self._wire: dict[str, Any] = {
+            "topology": topology,
+            "mesh": mesh,
+            "node_dtype": node_dtype,
+            "bucket_mb": bucket_mb,
+            "max_consecutive_skips": max_consecutive_skips,
+            "check_replicas_every": check_replicas_every,
+        }
+        self._fragments: list[Fragment] = []
+        """Made before the first step, when the parameters have their values, devices and dtypes."""
+        self._peers = Peers(None, 0, 1)
+        self._agreed = False
+        """Whether all ranks have compared their settings since the start, or since a state was loaded."""
+        self._closed = False
+        self._skipped_steps = 0
+        # Not Optimizer.__init__, which would make groups and state of its own: those of `inner` are used.
+        Optimizer.__setstate__(self, {"defaults": dict(inner.defaults)})
+
+    @classmethod
+    def from_profile(cls, profile: str, inner: Optimizer, **settings: Any) -> LocalSteps:
+        """Local steps with the settings of a paper. Example: `LocalSteps.from_profile("sparse-loco", inner, every=30)`.
+
+        | profile | compressor | outer lr, momentum | |
+        |---|---|---|---|
+        | "diloco" | none | 0.7, 0.9 | dense updates (Douillard et al., 2023) |
+        | "diloco-int4" | int4 | 0.7, 0.9 | 4.25 bits per parameter and outer step |
+        | "sign" | sign | 0.7, 0.9 | 1 bit |
+        | "sparse-loco" | chunked_topk, k=64, residual_decay=0.95 | 1, 0 | 0.23 bits (Sarfi et al.: "Communication \
+          efficient LLM pre-training with SparseLoCo", arXiv 2508.15706, 2025) |
+
+        Differences from SparseLoCo: the answer is compressed too, with a residual at its owner, so that what a worker
+        receives does not grow with the number of workers. Updates of unusual norm are not clipped to the median of all
+        workers, as runs with workers that are not trusted do.
+
+        Args:
+            profile: its name.
+            inner: see the class.
+            **settings: arguments of the class, which take the place of those of the profile.
+
+        Raises:
+            TypeError, ValueError: as the class; for an unknown profile.
+        """
+        return cls(inner, **{**profile_of(profile), **settings})
+
+    # As torch.optim --------------------------------------------------------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Those of the inner optimizer."""
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """That of the inner optimizer."""
+        return self.inner.state
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in torch.optim."""
+        self.inner.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters to the inner optimizer, before the first step.
+
+        Raises:
+            RuntimeError: after it.
+        """
+        if self._fragments:
+            raise RuntimeError(
+                "add_param_group after the first step: all ranks have already agreed on a layout. Give the inner "
+                "optimizer all parameters when it is made, and then freeze some of them with requires_grad_(False)"
+            )
+        self.inner.add_param_group(param_group)
+        try:
+            check_inner(self.inner)
+        except (TypeError, ValueError):
+            self.inner.param_groups.pop()
+            raise
+
+    def __repr__(self) -> str:
+        name, options, _ = self._compressor
+        given = "".join(f", {option}={value!r}" for option, value in options.items())
+        return f"LocalSteps(every={self._schedule.every!r}, compressor={name!r}{given}, inner={self.inner!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "LocalSteps has threads and process groups, which cannot be copied or pickled: save state_dict(), and load "
+            "it into a new one"
+        )
+
+    # A step ----------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Take one inner step. Every `every` calls, exchange with all ranks and take an outer step.
+
+        All ranks call it equally often.
+
+        Args:
+            closure: re-evaluates the model and returns the loss, as in torch.optim. The inner optimizer calls it, and
+                gradients are then not checked.
+
+        Raises:
+            RuntimeError: on every rank, if ranks disagree, or if something else averages gradients between them.
+            TooManySkips, ReplicasDiffer, PeerLost, CorruptPacket: as `thinwire.Birder`.
+        """
+        self._prepare()
+        loss = self._inner_step() if closure is None else self.inner.step(closure)
+        every = self._schedule.length
+        fragment = self._schedule.advance()
+        step = self._schedule.step
+        for each in self._fragments:
+            each.moved = True
+            if each.due is not None and each.due <= step:
+                each.apply(self._mix)
+        if fragment is not None:
+            chosen = self._fragments[fragment]
+            chosen.start(step, step + self._schedule.delay, every, self._outer_step())
+            if not self._schedule.delay:
+                chosen.apply(self._mix)
+        return loss
+
+    def _inner_step(self) -> None:
+        gradients = [p.grad for p in self._params() if p.grad is not None]
+        scale = scale_passed_to_step(self)
+        if scale is not None:
+            inverse = 1.0 / float(scale)
+            for grad in gradients:
+                grad.mul_(inverse)
+        if all_finite(gradients):
+            self.inner.step()
+        else:
+            self._skipped_steps += 1
+
+    def _params(self) -> list[Tensor]:
+        return [p for group in self.inner.param_groups for p in group["params"]]
+
+    def _outer_step(self) -> OuterStep:
+        self._check_outer()
+        return OuterStep(float(self.outer_lr), float(self.outer_momentum))
+
+    def _check_outer(self) -> None:
+        check_fraction("outer_lr", self.outer_lr, least=False)
+        check_fraction("outer_momentum", self.outer_momentum, below=1.0)
+
+    # Before the first step -------------------------------------------------------------------------------------------
+
+    def _prepare(self) -> None:
+        """Before the first step, compare all settings with all ranks, and connect."""
+        if self._agreed:
+            if len(self._params()) != self._count:
+                raise RuntimeError(
+                    "the inner optimizer has other parameters than in the first step: all ranks have already agreed on "
+                    "a layout. Give it all parameters when it is made"
+                )
+            check_frozen(self._frozen)
+            return
+        if self._closed:
+            raise RuntimeError("this LocalSteps is closed: make a new one, and load the state_dict() of this one")
+        self._peers = peers = Peers.of(self._process_group)
+        on_all_ranks(peers, self._check_first)
+        require_agreement(peers, self._description())
+        if self._schedule.step == 0:
+            for fragment in self._fragments:
+                fragment.take_references()
+        for fragment, names in zip(self._fragments, self._names(), strict=True):
+            fragment.averager._prepare(dict(zip(fragment.references, names, strict=True)))
+        self._agreed = True
+
+    def _check_first(self) -> None:
+        self._build()
+        params = [p for fragment in self._fragments for p in fragment.params]
+        check_alone(params, self._peers, self._fragments[0].averager._topology)
+        for p in params:
+            check_gradient(p)
+        self._schedule.length  # noqa: B018 - raises if `every` returns something else than a length
+
+    def _build(self) -> None:
+        """Make the fragments, from the parameters as they are now."""
+        held = self._params()
+        forms = [(p.shape, p.dtype, p.device, p.requires_grad) for p in held]
+        if self._fragments and (self._schedule.step or forms == self._forms):
+            return
+        check_inner(self.inner)
+        self._discard()
+        trainable = [p for p in held if p.requires_grad]
+        self._frozen = [p for p in held if not p.requires_grad]
+        devices = sorted({str(p.device) for p in trainable})
+        if len(devices) != 1:
+            raise ValueError(f"parameters on devices {devices}: LocalSteps needs trainable ones, all on one device")
+        parts = [[trainable[i] for i in indices] for indices in divide(trainable, self._schedule.fragments)]
+        largest = max(sum(p.numel() for p in part) for part in parts)
+        workspace = torch.zeros(largest, dtype=torch.float32, device=devices[0])
+        self._fragments = [Fragment(part, self._averager, workspace) for part in parts]
+        self._count, self._forms = len(held), forms
+
+    def _first_averager(self) -> OuterAverager:
+        """What connects this rank to the others, for checkpoints. All ranks call it."""
+        self._build()
+        return self._fragments[0].averager
+
+    def _discard(self) -> None:
+        for fragment in self._fragments:
+            fragment.averager.close()
+        self._fragments = []
+
+    def _averager(self, references: Sequence[Tensor]) -> OuterAverager:
+        return OuterAverager(references, rule_of(*self._compressor), process_group=self._process_group, **self._wire)
+
+    def _names(self) -> list[list[str]]:
+        """The names of the parameters of each fragment: their own, or their places in the optimizer."""
+        known: dict[int, str] = {}
+        for group in self.inner.param_groups:
+            for place, p in enumerate(group["params"], len(known)):
+                known[id(p)] = str(place)
+            known |= {id(p): name for p, name in zip(group["params"], group.get("param_names", []), strict=False)}
+        return [[known[id(p)] for p in fragment.params] for fragment in self._fragments]
+
+    def _description(self) -> dict[str, Any]:
+        schedule = self._schedule
+        return {
+            "every": "a function" if callable(schedule.every) else schedule.every,
+            "the length of the interval": schedule.length,
+            "fragments": schedule.fragments,
+            "delay": schedule.delay,
+            "mix": self._mix,
+            "outer_lr": float(self.outer_lr),
+            "outer_momentum": float(self.outer_momentum),
+            "the number of inner steps": schedule.step,
+            "the class of the inner optimizer": type(self.inner).__name__,
+            **dict(inner_fields(self.inner)),
+        }
+
+    # Replicas --------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_synchronized(self) -> bool:
+        """Whether the parameters are equal on all ranks: directly after an outer step or `synchronize()`."""
+        return not any(fragment.moved for fragment in self._fragments)
+
+    @torch.no_grad()
+    def synchronize(self, model: nn.Module | None = None) -> None:
+        """Make all replicas equal now, before you evaluate or save a model of all ranks. Call it on all ranks.
+
+        Directly after an outer step they are equal, unless there are several fragments or a `delay`, and nothing is
+        sent. Otherwise all fragments take an outer step now, and a new interval begins: evaluate after a multiple of
+        `every` steps, and it costs nothing.
+
+        Args:
+            model: average its buffers too, such as the statistics of BatchNorm: the mean of floating-point buffers, in
+                float64, and the values of rank 0 for all others.
+
+        Raises:
+            RuntimeError: on all ranks, if some of them did not call it, or have taken other numbers of steps.
+        """
+        peers = Peers.of(self._process_group)
+        seen = peers.gather((self._schedule.step, self.is_synchronized, model is None), "synchronize() of LocalSteps")
+        require_same("the number of inner steps at synchronize()", [repr(step) for step, _, _ in seen])
+        require_same("whether replicas are equal at synchronize()", [repr(equal) for _, equal, _ in seen])
+        require_same("whether synchronize() has no model", [repr(without) for _, _, without in seen])
+        if not self.is_synchronized:
+            self._prepare()
+            for fragment in self._fragments:
+                if fragment.due is not None:
+                    fragment.apply(self._mix)
+            step, every = self._schedule.step, self._schedule.length
+            for fragment in self._fragments:
+                fragment.start(step, step, every, self._outer_step())
+                fragment.apply(0.0)
+            self._schedule.restart()
+        if model is not None:
+            average_buffers(model, peers)
+
+    @contextmanager
+    def at_reference(self) -> Iterator[None]:
+        """Inside of the block, the parameters have the values of θ_ref, on which all ranks agree; then those of this
+        rank again. Nothing is sent, and training goes on as if nothing had happened: to evaluate at any time, on any
+        rank. Example::
+
+            with opt.at_reference():
+                evaluate(model)
+        """
+        own = [(p, p.detach().clone()) for fragment in self._fragments for p in fragment.params]
+        try:
+            with torch.no_grad():
+                for fragment in self._fragments:
+                    fragment.set_parameters(fragment.references)
+            yield
+        finally:
+            with torch.no_grad():
+                for p, value in own:
+                    p.copy_(value)
+
+    def close(self) -> None:
+        """End threads and connections. It can take no more steps; its state can still be read."""
+        self._closed = True
+        self._agreed = False
+        for fragment in self._fragments:
+            fragment.averager.close()
+
+    # Reading ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def outer_steps(self) -> int:
+        """The number of intervals so far."""
+        return self._schedule.outer_step
+
+    def metrics(self) -> LocalMetrics:
+        """The bytes, times and norms of this rank since the first step."""
+        averagers = [fragment.averager for fragment in self._fragments]
+        return local_metrics(
+            self._schedule.step,
+            self._skipped_steps,
+            [averager.metrics() for averager in averagers],
+            [fragment.motion for fragment in self._fragments],
+        )
+
+    # Saving ----------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the inner optimizer, as its own `state_dict()`, and under "thinwire" everything else: θ_ref,
+        momentum, residuals, counters, an exchange under way and, between outer steps, the parameters of this rank.
+
+        Each rank has its own, so every rank must save: in its own file, or with `thinwire.checkpoint`. If an exchange
+        is under way, this waits for it: call it on all ranks after the same step.
+        """
+        saved = self.inner.state_dict()
+        for group in saved["param_groups"]:
+            make_plain(group)
+        own: dict[str, Any] = {
+            **self._schedule.state(),
+            "rank": self._peers.rank,
+            "world_size": self._peers.size,
+            "outer_lr": float(self.outer_lr),
+            "outer_momentum": float(self.outer_momentum),
+            "skipped_steps": self._skipped_steps,
+            "fragments": [],
+            "parameters": None,
+        }
+        if self._schedule.step:
+            for fragment in self._fragments:
+                fragment.collect()
+            own["fragments"] = [fragment.state() for fragment in self._fragments]
+            if not self.is_synchronized:
+                own["parameters"] = [[p.detach() for p in fragment.params] for fragment in self._fragments]
+        return {**saved, _OWN: own}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from what `state_dict()` returned on the same rank of a run with as many ranks. Call it on all
+        ranks. It also sets the parameters to those of the saved rank, which differ between outer steps.
+
+        Raises:
+            TypeError: if it is not a dict.
+            ValueError: if it is of another rank, number of ranks, model or compressor, or of no LocalSteps. Nothing has
+                changed then.
+        """
+        self.check_state_dict(state_dict)
+        own = state_dict[_OWN]
+        self.inner.load_state_dict({name: value for name, value in state_dict.items() if name != _OWN})
+        self._schedule.load(own)
+        self.outer_lr, self.outer_momentum = own["outer_lr"], own["outer_momentum"]
+        self._skipped_steps = own["skipped_steps"]
+        # Other ranks may have loaded another state, or none: agree again.
+        self._agreed = False
+        if not own["step"]:
+            self._discard()  # the first step makes new ones
+        for number, (fragment, saved) in enumerate(zip(self._fragments, own["fragments"], strict=False)):
+            fragment.load(saved)
+            fragment.set_parameters(fragment.references if own["parameters"] is None else own["parameters"][number])
+
+    def check_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Run all checks of `load_state_dict`, and change nothing.
+
+        Raises:
+            TypeError, ValueError: as `load_state_dict`.
+        """
+        if not isinstance(state_dict, dict):
+            raise TypeError(f"state_dict is {type(state_dict).__name__}, expected a dict, as state_dict() returns it")
+        own = state_dict.get(_OWN)
+        if not isinstance(own, dict) or not {"rank", "world_size", "fragments", "parameters"} <= own.keys():
+            raise ValueError(
+                f"the state dict has {sorted(map(str, state_dict))}: expected that of a LocalSteps, with {_OWN!r}. To "
+                "begin local steps from the state of a plain optimizer, load it into the inner optimizer"
+            )
+        Schedule.check(own)
+        if not own["step"]:
+            return
+        peers = Peers.of(self._process_group)
+        if (own["rank"], own["world_size"]) != (peers.rank, peers.size):
+            raise ValueError(
+                f"the state dict is of rank {own['rank']} of {own['world_size']}, this is rank {peers.rank} of "
+                f"{peers.size}: each rank has its own parameters, inner state and residuals. Save the state dict of "
+                "every rank, or use thinwire.checkpoint"
+            )
+        self._peers = peers
+        self._build()
+        if len(own["fragments"]) != len(self._fragments):
+            raise ValueError(
+                f"the state dict has {len(own['fragments'])} fragments, this LocalSteps {len(self._fragments)}: "
+                "expected the same `fragments`"
+            )
+        for number, (fragment, saved) in enumerate(zip(self._fragments, own["fragments"], strict=True)):
+            fragment.check(saved)
+            if own["parameters"] is not None:
+                _check_parameters(fragment.params, own["parameters"][number])
+
+
+def _check_parameters(params: Sequence[Tensor], saved: Any) -> None:
+    described = [(tuple(p.shape), p.dtype) for p in params]
+    found = [(tuple(p.shape), p.dtype) for p in saved if isinstance(p, Tensor)] if isinstance(saved, list) else saved
+    if found != described:
+        raise ValueError(f"the state dict has parameters {found!r:.200}, this model has {described!r:.200}")

@@ -1,0 +1,1 @@
+"""The outer exchange of local steps: what `thinwire.LocalSteps` is made of."""

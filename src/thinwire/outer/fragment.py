@@ -1,0 +1,227 @@
+"""A fragment of the model: where replicas last agreed, how far this rank has moved since, and the outer update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.optimizers import state_dict as state_dicts
+from thinwire.outer.averager import OuterAverager
+from thinwire.transport.memory import untouched_zeros
+
+_CHUNK = 1 << 18
+"""The outer update runs over chunks of so many elements, which stay in a cache."""
+
+
+def divide(params: Sequence[Tensor], fragments: int) -> list[list[int]]:
+    """Divide parameters into fragments of about equal size: each goes to the smallest fragment so far, in order.
+
+    In a model of equal layers, fragments are strided over the layers.
+
+    Returns:
+        For each fragment, the indices of its parameters, in order.
+
+    Raises:
+        ValueError: if there are fewer parameters than fragments.
+    """
+    if fragments > len(params):
+        raise ValueError(f"fragments={fragments} for {len(params)} trainable parameters: expected at most as many")
+    indices: list[list[int]] = [[] for _ in range(fragments)]
+    sizes = [0] * fragments
+    for index, p in enumerate(params):
+        smallest = min(range(fragments), key=lambda f: (sizes[f], len(indices[f])))
+        indices[smallest].append(index)
+        sizes[smallest] += p.numel()
+    return indices
+
+
+@dataclass(frozen=True)
+class OuterStep:
+    """The numbers of an outer step, which all ranks have in common."""
+
+    lr: float
+    momentum: float
+
+
+@dataclass(frozen=True)
+class Motion:
+    """Inner products of Δ, this worker's when the average is applied, and of the mean of all workers."""
+
+    own_and_mean: float
+    own: float
+    mean: float
+
+
+class Fragment:
+    """Some parameters, and the state of their outer update.
+
+    The phases of an exchange: `start` encodes the update, `collect` waits for the average, `apply` moves the reference
+    values and the parameters. The exchange runs in the background between the first two.
+
+    Args:
+        params: the parameters.
+        make: makes the averager of the reference values.
+        workspace: memory of this many elements at least, which is in use from `start` to `apply`.
+    """
+
+    def __init__(
+        self, params: Sequence[Tensor], make: Callable[[Sequence[Tensor]], OuterAverager], workspace: Tensor
+    ) -> None:
+        self.params = params
+        sizes = [p.numel() for p in params]
+        device = workspace.device
+        self.reference = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
+        """Where replicas last agreed, in float32, parameter after parameter."""
+        self.momentum = untouched_zeros(sum(sizes), torch.float32, device)  # which stay so without momentum
+        self.update = workspace[: sum(sizes)]
+        """How far this rank has moved, then how far all ranks have moved in the mean."""
+        self._updates = self.update.split(sizes)
+        self.references = [
+            nn.Parameter(part.view(p.shape)) for part, p in zip(self.reference.split(sizes), params, strict=True)
+        ]
+        self.averager = make(self.references)
+        self.due: int | None = None
+        """The inner step after which the update is applied, while one is under way."""
+        self._outer = OuterStep(0.0, 0.0)
+        self._collected = False
+        """Whether `update` is the average."""
+        self._dropped = False
+        """Whether some rank's update was not finite."""
+        self.moved = False
+        """Whether this rank has taken inner steps since its parameters had the reference values."""
+        self.motion: Motion | None = None
+        """How far this rank and the mean of all have moved, in the last exchange that was applied."""
+
+    def take_references(self) -> None:
+        """Begin from the parameters as they are, which must be equal on all ranks."""
+        for reference, p in zip(self.references, self.params, strict=True):
+            reference.data.copy_(p)
+
+    def set_parameters(self, values: Sequence[Tensor]) -> None:
+        """Write the parameters of this rank."""
+        for p, value in zip(self.params, values, strict=True):
+            p.copy_(value)
+
+    # An exchange -----------------------------------------------------------------------------------------------------
+
+    def start(self, step: int, due: int, every: int, outer: OuterStep) -> None:
+        """Encode how far the parameters have moved. All ranks call this after the same inner step.
+
+        Args:
+            step: the number of inner steps so far.
+            due: the number of inner steps after which it is applied.
+            every: the length of the interval.
+            outer: the numbers of the outer step.
+        """
+        averager = self.averager
+        averager.agree_on(outer_lr=outer.lr, outer_momentum=outer.momentum, every=every, inner_steps=step)
+        averager.begin()
+        for reference, p, update in zip(self.references, self.params, self._updates, strict=True):
+            moved = update.view(p.shape)
+            if p.dtype == torch.float32:
+                torch.sub(reference, p, out=moved)
+            else:
+                # Not minus the reference itself: it has more digits than the parameter began with.
+                moved.copy_(reference.to(p.dtype)).sub_(p)
+            # A parameter that did not move is not in the packets: signs have no zero.
+            averager.add(reference, update, present=bool(update.any()))
+        self.due, self._outer = due, outer
+        self._collected = self._dropped = False
+
+    def collect(self) -> None:
+        """Wait for the average, if that has not been done. It does not matter when."""
+        if self.due is None or self._collected:
+            return
+        self.averager.finish()
+        self._collected, self._dropped = True, self.averager.overflowed
+
+    def apply(self, mix: float) -> bool:
+        """Take the outer step, and move the parameters to `mix` times themselves plus `1 - mix` times the reference.
+
+        Returns:
+            Whether it was taken: otherwise the parameters return to the reference values on all ranks.
+        """
+        self.collect()
+        self.due = None
+        if self._dropped:
+            mix = 0.0
+        else:
+            self.motion = self._motion()
+            self._take_outer_step()
+        if mix == 0.0:
+            self.set_parameters(self.references)
+        else:
+            for reference, p in zip(self.references, self.params, strict=True):
+                p.copy_((p * mix if p.dtype == torch.float32 else p.float() * mix).add_(reference * (1.0 - mix)))
+        self.moved = mix != 0.0
+        return not self._dropped
+
+    def _motion(self) -> Motion:
+        dots, squares = 0.0, 0.0
+        for reference, p, update in zip(self.references, self.params, self._updates, strict=True):
+            own = (reference - p).reshape(-1)
+            dots += float(torch.dot(own, update))
+            squares += float(torch.dot(own, own))
+        return Motion(dots, squares, float(torch.dot(self.update, self.update)))
+
+    def _take_outer_step(self) -> None:
+        """SGD with Nesterov momentum. Products are rounded before they are added, so that all machines agree."""
+        lr, momentum = self._outer.lr, self._outer.momentum
+        for reference, velocity, update in self._chunks():
+            if momentum:
+                velocity.mul_(momentum).add_(update)
+                reference.sub_((velocity * momentum).add_(update).mul_(lr))
+            else:
+                reference.sub_(update * lr)
+
+    def _chunks(self) -> Iterator[tuple[Tensor, ...]]:
+        return zip(*(whole.split(_CHUNK) for whole in (self.reference, self.momentum, self.update)), strict=True)
+
+    # Saving ----------------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """What must be saved, after `collect`."""
+        under_way = self.due is not None
+        return {
+            "reference": self.reference,
+            "momentum": self.momentum,
+            "exchange": self.averager._state_of_this_rank(),
+            "moved": self.moved,
+            "due": self.due,
+            "update": self.update if under_way else None,
+            "dropped": self._dropped,
+            "outer": (self._outer.lr, self._outer.momentum),
+        }
+
+    def check(self, state: Any) -> None:
+        """Check what `load` will be given.
+
+        Raises:
+            ValueError: if it does not fit.
+        """
+        if not isinstance(state, dict) or not self.state().keys() <= state.keys():
+            raise ValueError(f"a fragment of the state dict is {state!r:.80}: expected {', '.join(self.state())}")
+        for name in ("reference", "momentum") + (("update",) if state["due"] is not None else ()):
+            value, own = state[name], self.reference
+            if not isinstance(value, Tensor) or value.shape != own.shape or value.dtype != own.dtype:
+                what = f"{tuple(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else repr(value)[:40]
+                raise ValueError(
+                    f"{name!r} of a fragment is {what} in the state dict, this LocalSteps needs {tuple(own.shape)} of "
+                    f"{own.dtype}: was it saved with another model, or with other `fragments`?"
+                )
+        state_dicts.check(self.averager, state["exchange"])
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Continue from what `state` returned, on the same rank of a run with as many ranks."""
+        self.reference.copy_(state["reference"])
+        self.momentum.copy_(state["momentum"])
+        self.averager.load_state_dict(state["exchange"])
+        self.moved, self.due, self._dropped = state["moved"], state["due"], state["dropped"]
+        self._outer = OuterStep(*state["outer"])
+        self._collected = self.due is not None
+        if self._collected:
+            self.update.copy_(state["update"])

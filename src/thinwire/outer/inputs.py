@@ -1,0 +1,104 @@
+"""Checks of what `thinwire.LocalSteps` is given: the inner optimizer, its gradients, and who else exchanges them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from thinwire._ddp import averaging_models
+from thinwire._torch_compat import synchronized_last
+from thinwire.errors import name_ranks
+from thinwire.optimizers.agreement import group_fields
+from thinwire.optimizers.inputs import check_not_averaged, check_parameters
+from thinwire.optimizers.optimizer import WireOptimizer
+from thinwire.transport.peers import Peers
+from thinwire.transport.topology import Topology
+
+
+def check_inner(inner: object) -> None:
+    """Reject an inner optimizer that cannot take local steps.
+
+    Raises:
+        TypeError: naming its class; or for a parameter that kernels cannot process, such as a complex one.
+    """
+    if isinstance(inner, WireOptimizer):
+        raise TypeError(
+            f"inner is thinwire.{type(inner).__name__}, which exchanges gradients in every step: expected an optimizer "
+            "that steps alone, such as torch.optim.AdamW. Or use it without LocalSteps"
+        )
+    if not isinstance(inner, Optimizer):
+        kind = f"{type(inner).__module__}.{type(inner).__name__}"
+        raise TypeError(f"inner is {kind}, expected a torch.optim.Optimizer, such as torch.optim.AdamW")
+    check_parameters(p for group in inner.param_groups for p in group["params"])
+
+
+def check_fraction(name: str, value: float, *, below: float = math.inf, above: float = 0.0, least: bool = True) -> None:
+    """Reject a number that is out of range.
+
+    Raises:
+        ValueError: naming the argument, its value, and the range.
+    """
+    fine = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not fine or not above <= value < below or (value == above and not least):
+        opening = "[" if least else "("
+        wanted = f"in {opening}{above:g}, {below:g})" if below < math.inf else f"{'>=' if least else '>'} {above:g}"
+        raise ValueError(f"{name}={value!r}: expected a number {wanted}")
+
+
+def check_alone(params: Sequence[Tensor], peers: Peers, topology: Topology) -> None:
+    """Reject parameters whose gradients something else averages between workers in every step.
+
+    Inside of a worker, which may have several ranks, gradients may be averaged.
+
+    Raises:
+        RuntimeError: naming what averages them, and what to do.
+    """
+    check_not_averaged(params)
+    if dist.is_available() and dist.is_initialized():
+        worker = {peers.ranks()[rank] for rank in topology.node_ranks()}
+        for model in averaging_models(params):
+            ranks = dist.get_process_group_ranks(model.process_group)
+            if not worker.issuperset(ranks) and synchronized_last(model):
+                raise RuntimeError(
+                    f"{type(model).__name__} averages the gradients of {name_ranks(ranks)} in every backward, so local "
+                    "steps would save nothing. Do not wrap the module: train it as it is, and LocalSteps keeps the "
+                    f"replicas together. Or, with several ranks per site, let {type(model).__name__} average inside a "
+                    "site (process_group= with its ranks), and give LocalSteps mesh= with one row per site"
+                )
+
+
+def inner_fields(inner: Optimizer) -> Iterator[tuple[str, Any]]:
+    """The numbers of the inner optimizer's groups on which ranks must agree, with descriptions as keys."""
+    plain = (int, float, str, bool, type(None))
+    for name, value in group_fields(inner.param_groups):
+        if isinstance(value, plain) or (
+            isinstance(value, (tuple, list)) and all(isinstance(each, plain) for each in value)
+        ):
+            yield f"{name} of the inner optimizer", value
+
+
+def all_finite(gradients: Iterable[Tensor]) -> bool:
+    """Whether all elements are finite. It costs one pass over them, and no memory."""
+    extremes = [extreme for grad in gradients if grad.numel() for extreme in torch.aminmax(grad)]
+    if not extremes:
+        return True
+    return bool(torch.stack([each.float() for each in extremes]).isfinite().all())
+
+
+def check_gradient(p: Tensor) -> None:
+    """Reject a gradient that is not dense.
+
+    Raises:
+        TypeError: naming the layout.
+    """
+    if p.grad is not None and p.grad.layout != torch.strided:
+        raise TypeError(
+            f"a gradient with layout {p.grad.layout} for a parameter of shape {tuple(p.shape)}: LocalSteps needs dense "
+            "gradients. Use sparse=False in nn.Embedding"
+        )

@@ -1,0 +1,73 @@
+"""What local steps have sent, and how far the workers have moved."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from thinwire.metrics import Metrics
+from thinwire.outer.fragment import Motion
+
+
+@dataclass(frozen=True)
+class LocalMetrics(Metrics):
+    """Totals of this rank since its `thinwire.LocalSteps` took its first step, and norms of the last exchange.
+
+    A step is an inner step. `skipped_steps` are those that this rank skipped because a gradient of its own was not
+    finite. `apply_seconds` is the time to read the answers; `elapsed_seconds` counts from the first step.
+    """
+
+    exchanges: int
+    """Exchanges of fragments. Without fragments, outer steps."""
+    dropped_exchanges: int
+    """Exchanges that all ranks dropped because the update of some rank was not finite."""
+    bytes_sent_per_step: float
+    """`bytes_sent` divided by `steps`."""
+    update_norm: float
+    """‖Δ‖: how far this worker had moved when the last average was applied. NaN before the first."""
+    mean_update_norm: float
+    """‖mean Δ‖: the same for the average of all workers, as compression left it."""
+    cosine: float
+    """The cosine between Δ of this worker and the average that it received: 1 if all workers moved alike and
+    compression lost nothing, about 1/√n for n workers whose directions have nothing in common. The average is then
+    mostly noise, and fewer inner steps or a lower inner learning rate may help."""
+
+
+def local_metrics(
+    steps: int,
+    skipped_steps: int,
+    exchanges: Sequence[Metrics],
+    motions: Sequence[Motion | None],
+) -> LocalMetrics:
+    """Add up the metrics of fragments.
+
+    Args:
+        steps: the number of inner steps.
+        skipped_steps: those that this rank skipped.
+        exchanges: of each fragment, the metrics of its averager.
+        motions: of each fragment, how far this rank and the mean have moved in the last exchange.
+    """
+    totals: dict[str, Any] = {each.name: sum(getattr(one, each.name) for one in exchanges) for each in fields(Metrics)}
+    known = [motion for motion in motions if motion is not None]
+    own = math.sqrt(sum(motion.own for motion in known)) if known else math.nan
+    mean = math.sqrt(sum(motion.mean for motion in known)) if known else math.nan
+    dot = sum(motion.own_and_mean for motion in known)
+    exchanged, dropped = totals["steps"], totals["skipped_steps"]
+    totals |= {
+        "steps": steps,
+        "skipped_steps": skipped_steps,
+        "mean_abs_vote": math.nan,
+        "contraction": exchanges[0].contraction if exchanges else math.nan,
+        "elapsed_seconds": max((each.elapsed_seconds for each in exchanges), default=0.0),
+    }
+    return LocalMetrics(
+        **totals,
+        exchanges=exchanged,
+        dropped_exchanges=dropped,
+        bytes_sent_per_step=totals["bytes_sent"] / steps if steps else 0.0,
+        update_norm=own,
+        mean_update_norm=mean,
+        cosine=max(-1.0, min(dot / (own * mean), 1.0)) if own and mean else math.nan,
+    )

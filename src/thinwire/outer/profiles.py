@@ -1,0 +1,30 @@
+"""Settings of `thinwire.LocalSteps` that papers have tuned together, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+PROFILES: Mapping[str, Mapping[str, Any]] = {
+    "diloco": {"compressor": "none", "outer_lr": 0.7, "outer_momentum": 0.9},
+    "diloco-int4": {"compressor": "int4", "outer_lr": 0.7, "outer_momentum": 0.9},
+    "sign": {"compressor": "sign", "outer_lr": 0.7, "outer_momentum": 0.9},
+    "sparse-loco": {
+        "compressor": "chunked_topk",
+        "k": 64,
+        "residual_decay": 0.95,
+        "outer_lr": 1.0,
+        "outer_momentum": 0.0,
+    },
+}
+
+
+def profile_of(name: str) -> dict[str, Any]:
+    """The arguments of a profile.
+
+    Raises:
+        ValueError: for an unknown name, with the list of names.
+    """
+    if not isinstance(name, str) or name not in PROFILES:
+        raise ValueError(f"profile={name!r}: expected one of {', '.join(PROFILES)}")
+    return dict(PROFILES[name])
