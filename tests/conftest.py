@@ -20,6 +20,9 @@ from xdist.scheduler import LoadScopeScheduling
 # Triton reads it when it is imported, here and in the ranks that tests start: kernels for GPUs run on the CPU then.
 os.environ["TRITON_INTERPRET"] = "1"
 
+# Read by Hugging Face's packages when they are imported. No test may ask a server for anything.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
 # A shell makes the commands that it starts in the background ignore SIGINT, and their child processes inherit this.
 # Tests that interrupt ranks would then fail.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -43,6 +46,8 @@ TOGETHER = {
     "tests/distributed/test_reshard.py": "runs whose states are saved",
     "tests/distributed/test_reshard_details.py": "runs whose states are saved",
     "tests/distributed/test_corrupt_packets.py": "ranks that live through all cases",
+    "tests/distributed/test_frameworks.py": "frameworks",
+    "tests/distributed/test_framework_checkpoints.py": "frameworks",
 }
 
 

@@ -39,9 +39,9 @@ PRELOAD = (
 
 
 @functools.cache
-def fork_server() -> ForkServer:
-    """The one fork server of this test process."""
-    server = ForkServer(PRELOAD).__enter__()
+def fork_server(*more: str) -> ForkServer:
+    """The one fork server of this test process that has imported `more` besides what all ranks need."""
+    server = ForkServer([*PRELOAD, *more]).__enter__()
     atexit.register(server.__exit__)
     server.wait()
     return server
@@ -52,13 +52,19 @@ class FailedRanksError(AssertionError):
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0, network: str | None = None
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 60.0,
+    network: str | None = None,
+    preload: Sequence[str] = (),
 ) -> list[Any]:
     """Every rank's result in rank order. Raises `FailedRanksError` with the tracebacks if any rank did not return.
 
-    Tensors come back as NumPy arrays. `network` is the network namespace that the ranks enter.
+    Tensors come back as NumPy arrays. `network` is the network namespace that the ranks enter. `preload` names modules
+    that take long to import: a fork server of its own imports them once.
     """
-    outcomes = _run(function, world_size, args, timeout, network, patience=GRACE_SECONDS)
+    outcomes = _run(function, world_size, args, timeout, network, GRACE_SECONDS, fork_server(*preload))
     failures = [f"rank {rank}:\n{o.traceback}" for rank, o in enumerate(outcomes) if isinstance(o, Raised)]
     if failures:
         raise FailedRanksError("\n".join(failures))
@@ -69,7 +75,7 @@ def run_ranks_expecting_errors(
     function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0
 ) -> list[Raised]:
     """Every rank's exception in rank order. Raises `FailedRanksError` if any rank returned instead."""
-    outcomes = _run(function, world_size, args, timeout, network=None, patience=timeout)
+    outcomes = _run(function, world_size, args, timeout, None, timeout, fork_server())
     raised = [outcome for outcome in outcomes if isinstance(outcome, Raised)]
     if len(raised) < world_size:
         returned = [rank for rank, outcome in enumerate(outcomes) if isinstance(outcome, Returned)]
@@ -85,9 +91,10 @@ def _run(
     timeout: float,
     network: str | None,
     patience: float,
+    server: ForkServer,
 ) -> list[Returned | Raised]:
     environment = {"GLOO_SOCKET_IFNAME": "lo"}
-    with Supervisor(fork_server(), grace=0.0) as ranks:
+    with Supervisor(server, grace=0.0) as ranks:
         store = str(ranks.folder / "store")
         for rank in range(world_size):
             call = (function, rank, world_size, tuple(args), store, timeout)

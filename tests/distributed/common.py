@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -59,6 +60,14 @@ def run_nodes(
 
 MANY_CASES_SECONDS = 100.0
 """How long many cases may take, where the time of one is the default of `run_ranks`."""
+
+
+FRAMEWORKS = tuple(
+    module
+    for module in ("accelerate", "transformers.trainer", "lightning.pytorch")
+    if importlib.util.find_spec(module.partition(".")[0]) is not None
+)
+"""What tests of frameworks let `run_ranks` preload, if it is installed: each rank would import it for seconds."""
 
 
 @contextmanager

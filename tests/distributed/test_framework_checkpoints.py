@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from tests.distributed.common import by_case, digest, each_case, token_loss, token_net
+from tests.distributed.common import FRAMEWORKS, by_case, digest, each_case, token_loss, token_net
 from tests.distributed.stages import make
 from tests.harness import run_ranks
 from thinwire import checkpoint
@@ -32,7 +32,6 @@ OPTIMIZERS: Mapping[str, Callable[..., Any]] = {
     "ZeroOneAdam": functools.partial(make, "ZeroOneAdam"),
 }
 SECONDS = 150.0
-"""Importing a framework takes seconds, in each rank."""
 
 
 def needs(framework: str) -> pytest.MarkDecorator:
@@ -114,7 +113,7 @@ def in_accelerate(rank: int, world_size: int, path: Path) -> tuple[dict[str, Any
 
 @needs("accelerate")
 def test_accelerate(tmp_path: Path) -> None:
-    results = run_ranks(in_accelerate, 2, tmp_path, timeout=SECONDS)
+    results = run_ranks(in_accelerate, 2, tmp_path, timeout=SECONDS, preload=FRAMEWORKS)
     for name, ranks in by_case([of_rank for of_rank, _ in results]).items():
         for runs in ranks:
             assert len(set(runs["never stopped"])) == STEPS - SAVED_AT
@@ -196,7 +195,8 @@ def in_lightning(rank: int, world_size: int, path: Path) -> dict[str, Any]:
 
 @needs("lightning")
 def test_lightning(tmp_path: Path) -> None:
-    for name, ranks in by_case(run_ranks(in_lightning, 2, tmp_path, timeout=SECONDS)).items():
+    results = run_ranks(in_lightning, 2, tmp_path, timeout=SECONDS, preload=FRAMEWORKS)
+    for name, ranks in by_case(results).items():
         for runs in ranks:
             assert len(set(runs["never stopped"])) == STEPS - SAVED_AT
             assert runs["resumed"] == runs["never stopped"], name
@@ -271,7 +271,7 @@ def in_trainer(rank: int, world_size: int, path: Path) -> tuple[dict[str, Any], 
 @needs("transformers")
 @needs("accelerate")
 def test_trainer(tmp_path: Path) -> None:
-    results = run_ranks(in_trainer, 2, tmp_path, timeout=SECONDS)
+    results = run_ranks(in_trainer, 2, tmp_path, timeout=SECONDS, preload=FRAMEWORKS)
     for name, ranks in by_case([of_rank for of_rank, _ in results]).items():
         for runs in ranks:
             assert len(set(runs["never stopped"])) == STEPS - SAVED_AT

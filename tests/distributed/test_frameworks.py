@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import thinwire
-from tests.distributed.common import MANY_CASES_SECONDS, by_case, digest, each_case, environment
+from tests.distributed.common import FRAMEWORKS, MANY_CASES_SECONDS, by_case, digest, each_case, environment
 from tests.harness import run_ranks
 
 STEPS = 4
@@ -151,8 +151,8 @@ def trained(rank: int, world_size: int, framework: Callable[[Net, thinwire.Birde
     """The parameters that a framework and the plain loop end with."""
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     torchrun = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": "0"}
-    offline = {"HF_HUB_OFFLINE": "1", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
-    variables = {**{name: str(value) for name, value in numbers.items()}, **torchrun, **offline}
+    restarts = {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
+    variables = {**{name: str(value) for name, value in numbers.items()}, **torchrun, **restarts}
     net, sent = Net(), []
     opt = birder(net)
     encode = opt._encode_early
@@ -184,6 +184,7 @@ def test_a_framework_trains_as_the_plain_loop_does(packages: tuple[str, ...], wa
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         pytest.skip(f"{', '.join(missing)} of the extra 'integrations' not installed")
-    for name, ranks in by_case(run_ranks(each_case, 2, trained, ways, timeout=MANY_CASES_SECONDS)).items():
+    results = run_ranks(each_case, 2, trained, ways, timeout=MANY_CASES_SECONDS, preload=FRAMEWORKS)
+    for name, ranks in by_case(results).items():
         for of_framework, plain in ranks:
             assert of_framework == plain == ranks[0][0], name

@@ -143,7 +143,7 @@ def all_equal(nodes: int, ranks: int, trainings: dict[str, Training]) -> None:
             assert digests == expected, f"{name} on rank {rank}"
 
 
-@pytest.mark.parametrize(("nodes", "ranks"), [(2, 2), (1, 2)])
+@pytest.mark.parametrize(("nodes", "ranks"), [(2, 2), pytest.param(1, 2, marks=pytest.mark.long)])
 def test_what_must_not_matter_does_not(nodes: int, ranks: int) -> None:
     plain = Training(options=HIERARCHICAL)
     small = {**HIERARCHICAL, "bucket_mb": 0.01}

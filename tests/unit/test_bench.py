@@ -92,8 +92,15 @@ def measured(rank: int, world_size: int, optimizer: str, elements: int) -> list[
     return [asdict(row) for row in bench_exchange.measure(lambda _: None, plan)]
 
 
+# Each of these trains a model of 7 million parameters, for seconds: some of them in `make test-all` only. What all of
+# them send in these stages is also a test of `bench step`, with a small model.
 @pytest.mark.parametrize(
-    ("optimizer", "bytes_allowed"), [("onebit-adam", 13), ("zero-one-adam", 17), ("onebit-lamb", 21)]
+    ("optimizer", "bytes_allowed"),
+    [
+        ("onebit-adam", 13),
+        pytest.param("zero-one-adam", 17, marks=pytest.mark.long),
+        pytest.param("onebit-lamb", 21, marks=pytest.mark.long),
+    ],
 )
 def test_exchange_in_the_compressed_stage(optimizer: str, bytes_allowed: int) -> None:
     elements = 1 << 20
@@ -111,7 +118,7 @@ def test_exchange_in_the_compressed_stage(optimizer: str, bytes_allowed: int) ->
     ("optimizer", "bytes_allowed", "bits"),
     [
         ("cd-adam", 21 + 4 / 2, 65 / 64),
-        ("cd-adam-topk", 26 + 4 / 2, 1),
+        pytest.param("cd-adam-topk", 26 + 4 / 2, 1, marks=pytest.mark.long),
         ("sketched-amsgrad", 22, 32 * (5 / 50 + 2 / 100)),
     ],
 )

@@ -281,6 +281,7 @@ def test_end_to_end(tmp_path: Path) -> None:
     assert (rows["20mbit", "birder"].speed_up or 0) > 1.5
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_optimizers_send_what_their_rows_say() -> None:
     """Those that begin dense are measured in their stages."""
     methods = (
@@ -309,6 +310,7 @@ def test_optimizers_send_what_their_rows_say() -> None:
         assert row.bytes_sent > counted[row.method]
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_method_that_fails_is_named_and_the_others_go_on() -> None:
     """A rank dies in the first turn of ddp-adamw, as one does that the kernel kills for its memory."""
     plan = StepPlan(2, 1, ("unlimited",), ("lm-tiny",), ("local", "ddp-adamw", "birder"), rounds=2, seconds=0.1)
@@ -334,6 +336,7 @@ def test_a_method_that_fails_is_named_and_the_others_go_on() -> None:
     assert all(row.speed_up is None for row in results.rows())
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_an_exception_and_silence_end_a_turn() -> None:
     with real_hosts(1) as made:
         with Ranks(made, 1, lambda: None) as ranks:

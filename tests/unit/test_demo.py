@@ -1,4 +1,4 @@
-"""`thinwire demo`: short real runs through the installed script, what it says of them, and what to bad input."""
+"""`thinwire demo`: short real runs, two of them through the installed script; what it says, also to bad input."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sysconfig
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
@@ -52,6 +53,21 @@ def run_script(folder: Path, *arguments: str, **variables: str) -> subprocess.Co
         timeout=150,
         check=False,
     )
+
+
+@pytest.fixture
+def run_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forked_ranks: None
+) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """As `run_script`, without new interpreters: the command runs in this process, its workers are forked."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        without = {"FORCE_COLOR": None, "GITHUB_ACTIONS": None}
+        result = CliRunner().invoke(app, arguments, env={**without, "COLUMNS": "200", **variables})
+        return subprocess.CompletedProcess(arguments, result.exit_code, result.stdout, result.stderr)
+
+    return run
 
 
 def results_of(folder: Path, finished: subprocess.CompletedProcess[str]) -> dict[str, Any]:
@@ -126,11 +142,13 @@ def test_short_run_over_slow_links(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(180)
-def test_where_there_are_no_slow_links_times_are_predicted(tmp_path: Path) -> None:
+def test_where_there_are_no_slow_links_times_are_predicted(
+    tmp_path: Path, run_here: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     slow = ("--rate", "1mbit", "--ranks", "2", "--seconds", "6", "--json", "results.json")
-    finished = run_script(tmp_path, "demo", "--compressor", "int4", *slow, *TINY, PATH=str(empty))
+    finished = run_here("demo", "--compressor", "int4", *slow, *TINY, PATH=str(empty))
     results = results_of(tmp_path, finished)
     (announced,) = (line for line in finished.stdout.splitlines() if "No links" in line)
     assert announced.startswith("No links of 1 Mbit/s here: a testbed needs ")
@@ -155,11 +173,13 @@ def test_where_there_are_no_slow_links_times_are_predicted(tmp_path: Path) -> No
 
 
 @pytest.mark.timeout(180)
-def test_a_text_of_ones_own_and_a_single_worker(tmp_path: Path) -> None:
+def test_a_text_of_ones_own_and_a_single_worker(
+    tmp_path: Path, run_here: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
     text = tmp_path / "text.txt"
     text.write_text("Grüße aus dem Süden. " * 40, encoding="utf-8")
     alone = ("--ranks", "1", "--seconds", "0.1", "--rate", "unlimited", "--out", "own.png")
-    finished = run_script(tmp_path, "demo", "--data", str(text), *alone, *TINY)
+    finished = run_here("demo", "--data", str(text), *alone, *TINY)
     assert finished.returncode == 0, finished.stderr
     assert finished.stderr == ""
     assert "840 characters" in finished.stdout

@@ -67,6 +67,7 @@ def test_rank_zero_is_heard_and_all_end() -> None:
 
 
 @pytest.mark.timeout(90)
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_exception_arrives_with_its_traceback(rank: int) -> None:
     messages: list[list[int]] = []
@@ -79,6 +80,7 @@ def test_an_exception_arrives_with_its_traceback(rank: int) -> None:
 
 
 @pytest.mark.timeout(90)
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_worker_that_is_killed_is_named() -> None:
     messages: list[list[int]] = []
     with pytest.raises(ChildError, match="rank 1 was ended by SIGKILL"):
@@ -151,6 +153,7 @@ def test_workers_die_with_their_parent(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(90)
+@pytest.mark.usefixtures("forked_ranks")
 def test_an_argument_larger_than_a_pipe_arrives() -> None:
     """A pipe holds 64 kB, so arguments travel in a file."""
     sizes: list[int] = []
@@ -163,6 +166,7 @@ def tell_size(report: Report, text: str) -> None:
 
 
 @pytest.mark.timeout(90)
+@pytest.mark.usefixtures("forked_ranks")
 def test_ranks_on_the_hosts_of_a_testbed() -> None:
     skip_unless_available()
     places: list[tuple[list[str], str]] = []
