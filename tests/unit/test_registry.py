@@ -17,8 +17,8 @@ NAMES = {
     "distributed-lion",
     "bench exchange": "birder onebit-adam zero-one-adam onebit-lamb cd-adam cd-adam-topk sketched-amsgrad "
     "distributed-lion",
-    "bench step": "birder birder-delay birder-majority birder-votes onebit-adam zero-one-adam onebit-lamb cd-adam cd-adam-topk "
-    "sketched-amsgrad distributed-lion",
+    "bench step": "birder birder-delay birder-majority birder-votes onebit-adam zero-one-adam onebit-lamb cd-adam "
+    "cd-adam-topk sketched-amsgrad distributed-lion",
     "chaos": "birder onebit-adam zero-one-adam onebit-lamb lamb cd-adam cd-adam-topk sketched-amsgrad distributed-lion",
     "selftest": "birder birder-majority birder-votes onebit-adam zero-one-adam onebit-lamb lamb cd-adam cd-adam-topk "
     "sketched-amsgrad distributed-lion",
