@@ -247,7 +247,7 @@ class WireOptimizer(Optimizer):
         if self._delay.steps and session.side is not None:
             raise ValueError(
                 f"delay={self._delay.steps} with parameters on {str(device)!r}: expected parameters on the CPU, or "
-                "delay=0. On a GPU the host does not wait for an exchange in any case"
+                "delay=0. Exchanges on a device cannot be left in flight yet"
             )
         slots = session.layout.slots
         self._flat_params: list[Tensor] = [held[slot.index][0] for slot in slots]
