@@ -82,6 +82,7 @@ def _train(rank: int, entry: Any, dtype: torch.dtype, *, attach: bool) -> tuple[
     with hashing_messages() as sent:
         for step in range(STEPS):
             if step == RELOADED:
+                optimizer.synchronize()
                 optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
             token_loss(model, rank, step).backward()
             first = next(p for p in net.parameters() if p.grad is not None)

@@ -19,7 +19,8 @@ def train_and_leave(rank: int, world_size: int, kind: str) -> str:
     if kind == "AdamW":
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters())
     else:
-        wire = getattr(thinwire, kind)(model.parameters())
+        name, _, delayed = kind.partition(", ")
+        wire = getattr(thinwire, name)(model.parameters(), **({"delay": 1} if delayed else {}))
         thinwire.attach(model, wire)
         optimizer = wire
     for _ in range(6):

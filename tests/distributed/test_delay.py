@@ -28,6 +28,8 @@ from tests.distributed.common import (
     token_loss,
     token_net,
 )
+from tests.distributed.fsdp_runs import locals_of, loss_of, mesh_of, sharded
+from tests.distributed.oracle_cases import OracleCase, assert_runs_are_the_oracle
 from tests.distributed.scenarios import (
     SEED,
     SHAPES,
@@ -89,6 +91,21 @@ def _assert_it_is_the_oracle(scenario: Scenario, ranks: Sequence[dict[str, Any]]
         assert of_rank["skipped"] == sum(skipped[:-1])
 
 
+ONE_BIT_ADAM: dict[str, Any] = {"betas": (0.9, 0.8), "warmup_steps": 6}
+
+
+def test_onebit_adam_is_the_oracle() -> None:
+    options = {**ONE_BIT_ADAM, "delay": 1}
+    scenarios = {
+        "schedule": Scenario(schedule=ramp),
+        "partly absent": Scenario(partly_absent),
+        "sometimes nonfinite": Scenario(sometimes_nonfinite),
+    }
+    cases = {name: OracleCase(thinwire.OneBitAdam, scenario, options) for name, scenario in scenarios.items()}
+    cases["many buckets"] = OracleCase(thinwire.OneBitAdam, Scenario(rows_untouched), options, bucket_elements=300)
+    assert_runs_are_the_oracle(cases, 3)
+
+
 # The same bits, however gradients come ------------------------------------------------------------------------------
 
 
@@ -111,7 +128,9 @@ def _train(rank: int, world_size: int, run: Mapping[str, Any]) -> list[str]:
         if step == run.get("look_at"):
             optimizer.state_dict()  # ends the exchange in flight, on one rank earlier than on the others
         digests.append(digest(net.parameters()))
-        assert not optimizer.is_synchronized
+        if "betas" not in run["options"]:  # 1-bit Adam, whose warm-up has no delay
+            assert not optimizer.is_synchronized
+    assert not optimizer.is_synchronized
     optimizer.synchronize()
     assert optimizer.is_synchronized
     digests.append(digest(net.parameters()))
@@ -124,6 +143,10 @@ RUNS: dict[str, dict[str, Any]] = {
     "Birder, clipped": {"options": {"clip_norm": 0.1}},
     "Birder, accumulating": {"options": {}, "passes": 2},
     "Distributed Lion": {"options": {}, "optimizer": thinwire.DistributedLion},
+    "1-bit Adam": {
+        "options": {**ONE_BIT_ADAM, "warmup_steps": 2, "betas": (0.9, 0.5)},
+        "optimizer": thinwire.OneBitAdam,
+    },
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -136,14 +159,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def test_overlap_and_buckets_change_no_bit() -> None:
     cases = {}
     for (name, run), (variant, change) in itertools.product(RUNS.items(), VARIANTS.items()):
-        options = {**run["options"], "bucket_mb": change.get("bucket_mb")}
-        cases[f"{name}: {variant}"] = {**run, **change, "options": options}
+        if name != "1-bit Adam" or "bucket_mb" not in change:  # its scales are those of shards
+            options = {**run["options"], "bucket_mb": change.get("bucket_mb")}
+            cases[f"{name}: {variant}"] = {**run, **change, "options": options}
     found = by_case(run_ranks(each_case, 3, _train, cases, timeout=MANY_CASES_SECONDS))
+    for case, ranks in found.items():
+        assert ranks == [found[f"{case.partition(':')[0]}: plain"][0]] * 3, case
     for name, run in RUNS.items():
         plain = found[f"{name}: plain"]
-        assert len(set(plain[0])) == 7, f"{name}: some step moved nothing"
-        for variant in VARIANTS:
-            assert found[f"{name}: {variant}"] == [plain[0]] * 3, f"{name}: {variant}"
+        # All but the first delayed step move something. Of 1-bit Adam, two others come before it.
+        assert len(set(plain[0])) == (6 if name == "1-bit Adam" else 7), name
         if "passes" not in run:
             assert virtual.run_workers(3, _train, run) == plain, name
 
@@ -321,3 +346,147 @@ def test_a_lost_rank_is_an_error_on_all_others(kind: str) -> None:
     first, lost, third = run_ranks_expecting_errors(_lose_a_rank, 3, kind)
     assert [first.type_name, lost.type_name, third.type_name] == ["PeerLost", "ProcessDied", "PeerLost"]
     assert time.monotonic() - begin < 20.0
+
+
+def _trained(rank: int, steps: int, *, attach: bool = False, **options: Any) -> tuple[nn.Module, WireOptimizer]:
+    net = token_net()
+    optimizer = thinwire.Birder(net.parameters(), **{"lr": 1e-2, "delay": 1, **options})
+    model = DDP(net) if attach else net
+    if isinstance(model, DDP):
+        thinwire.attach(model, optimizer)
+    for step in range(steps):
+        _step(model, optimizer, rank, step)
+    return model, optimizer
+
+
+def _step(model: nn.Module, optimizer: WireOptimizer, rank: int, step: int) -> None:
+    token_loss(model, rank, step).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _state(optimizer: WireOptimizer) -> str:
+    states = optimizer._state_of_this_rank()["state"]
+    return digest(entry for of_one in states.values() for _, entry in sorted(of_one.items()))
+
+
+def _end_in_flight(rank: int, world_size: int) -> None:
+    model, optimizer = _trained(rank, 3)
+    if rank == 1:
+        expected = _state(optimizer)  # on one rank only
+    _step(model, optimizer, rank, 3)
+    after_four = _state(optimizer)
+    _, closed = _trained(rank, 3)
+    closed.close()
+    if rank == 1:
+        assert _state(closed) == expected
+    with pytest.raises(RuntimeError, match="is closed"):
+        _step(model, closed, rank, 3)
+    _, loaded = _trained(rank, 2)
+    loaded.load_state_dict(optimizer.state_dict())  # with another exchange in flight
+    assert _state(loaded) == after_four
+    with pytest.raises(ValueError, match="is of delay=1, this optimizer has delay=0"):
+        thinwire.Birder(token_net().parameters()).load_state_dict(optimizer.state_dict())
+    with pytest.raises(ValueError, match="is of delay=0, this optimizer has delay=1"):
+        optimizer.load_state_dict(thinwire.Birder(token_net().parameters()).state_dict())
+    with pytest.raises(RuntimeError, match="ranks disagree on delay"):
+        _trained(rank, 1, delay=rank)
+    attached, early = _trained(rank, 3, attach=True)
+    token_loss(attached, rank, 3).backward()
+    with pytest.raises(RuntimeError, match=r"synchronize\(\) between backward and step\(\)"):
+        early.synchronize()
+
+
+def test_an_exchange_in_flight_is_part_of_the_state() -> None:
+    run_ranks(_end_in_flight, 2)
+
+
+def _differ(rank: int, world_size: int, kind: str) -> None:
+    model, optimizer = _trained(rank, 3, attach=True)
+    token_loss(model, rank, 3).backward()
+    if rank == 1 and kind == "lr":
+        optimizer.param_groups[0]["lr"] = 0.5
+    elif rank == 1:
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    optimizer.step()  # does not wait
+    optimizer.zero_grad()
+    with pytest.raises((thinwire.CorruptPacket, thinwire.GradientChanged)):
+        optimizer.state_dict()
+    token_loss(model, rank, 4).backward()
+
+
+@pytest.mark.parametrize(
+    ("kind", "errors"), [("lr", ["CorruptPacket"] * 2), ("gradient", ["CorruptPacket", "GradientChanged"])]
+)
+def test_what_differs_is_an_error_on_all_ranks_one_step_later(kind: str, errors: Sequence[str]) -> None:
+    raised = run_ranks_expecting_errors(_differ, 2, kind)
+    assert [error.type_name.replace("Disagreement", "CorruptPacket") for error in raised] == errors
+
+
+def _overflow(rank: int, world_size: int) -> tuple[list[float], list[int], str]:
+    net = token_net()
+    model, optimizer = DDP(net), thinwire.Birder(net.parameters(), lr=1e-2, delay=1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
+    thinwire.attach(model, optimizer, grad_scaler=scaler)
+    scales, skipped = [], []
+    for step in range(5):
+        loss = token_loss(model, rank, step) * (math.inf if rank == 1 and step == 2 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+        skipped.append(optimizer.metrics().skipped_steps)
+    return scales, skipped, digest(net.parameters())
+
+
+def test_scalers_learn_of_an_overflow_together_one_step_later() -> None:
+    first, second = run_ranks(_overflow, 2)
+    assert first == second
+    assert first[:2] == ([1024.0, 1024.0, 1024.0, 512.0, 512.0], [0, 0, 0, 1, 1])
+
+
+def _sharded_gradients(rank: int, world_size: int, delay: int) -> list[list[Tensor | None]]:
+    """Those of a model that no optimizer moves."""
+    model = sharded(mesh_of(world_size, 2))
+    handle = thinwire.compress(model, "int4", delay=delay, bucket_mb=0.002)
+    found = []
+    for step in range(3):
+        loss_of(model, rank, step).backward()
+        found.append(locals_of(p.grad for p in model.parameters()))
+        model.zero_grad()
+    if delay:
+        handle.synchronize()
+        found.append(locals_of(p.grad for p in model.parameters()))
+    return found
+
+
+def _sharded(rank: int, world_size: int) -> None:
+    at_once, later = (_sharded_gradients(rank, world_size, delay) for delay in (0, 1))
+    assert not any(gradient is not None and gradient.any() for gradient in later[0])
+    for now, then in zip(at_once, later[1:], strict=True):
+        for ours, expected in zip(then, now, strict=True):
+            assert (ours is None) == (expected is None)
+            assert ours is None or expected is None or torch.equal(ours, expected)
+
+
+def test_shards_get_their_means_one_step_later() -> None:
+    run_ranks(_sharded, 4)
+
+
+def test_what_cannot_be_delayed_is_refused() -> None:
+    params = [nn.Parameter(torch.zeros(3, 4))]
+    for delay in (2, -1, True, 0.5, None):
+        with pytest.raises(ValueError, match=rf"delay={delay!r}: expected 0, or 1"):
+            thinwire.Birder(params, delay=delay)  # type: ignore[arg-type]
+    for name in (
+        "ZeroOneAdam",
+        "Lamb",
+        "OneBitLamb",
+        "CDAdam",
+        "SketchedAMSGrad",
+    ):
+        with pytest.raises(ValueError, match="delay=1: expected 0 here: "):
+            getattr(thinwire, name)(params, delay=1)
+    with pytest.raises(ValueError, match="'powersgd' exchanges twice"):
+        GradientAverager(params, rule_of("powersgd", {}), delay=1)

@@ -56,7 +56,8 @@ class OneBitAdamOracle:
     """`groups` hold the starting values; `step` takes gradients as ``[worker][parameter]``, None where absent.
 
     In a hierarchical topology a worker is a node of `slices` ranks, and its gradient the mean of theirs.
-    `compressed=False` is a single node: its warm-up never ends. While it lasts `frozen` is False.
+    `compressed=False` is a single node: its warm-up never ends. While it lasts `frozen` is False. With `delay=1` the
+    answers after the warm-up move the parameters one step later, at the rate of that step.
     """
 
     def __init__(
@@ -74,7 +75,10 @@ class OneBitAdamOracle:
         eps: float = 1e-8,
         variance_floor: float = 0.1,
         maximize: bool = False,
+        delay: int = 0,
     ) -> None:
+        self.delay, self.in_flight, self.skipped_before = delay, False, False
+        self.moving: list[AdamParameter] = []
         self.variance_floor = variance_floor
         self.groups = list(groups)
         self.compressed, self.maximize = compressed, maximize
@@ -115,6 +119,8 @@ class OneBitAdamOracle:
         self.frozen = True
 
     def _compressed_step(self, gradients: Sequence[Gradient]) -> Outcome:
+        if self.delay:
+            self._move()  # by the last answer, which is the momentum
         both = list(zip(self.parameters, gradients, strict=True))
         inputs = join([p.betas[0] * p.m + (1 - p.betas[0]) * g.of_workers for p, g in both])
         c, unfit = self.signs.add(inputs, join([p.betas[0] * p.m for p in self.parameters]))
@@ -122,6 +128,19 @@ class OneBitAdamOracle:
         for (p, g), answer in zip(both, self.space.split(self.signs.exchange(c)), strict=True):
             p.m = answer
             if g.anywhere and not skipped:
-                p.updates += 1
-                p.adamw(p.P)
+                self.moving.append(p)
+        if self.delay:
+            stayed, self.skipped_before, self.in_flight = self.skipped_before, skipped, True
+            return Outcome("signs", [stayed] * self.space.workers)
+        self._move()
         return Outcome("signs", [skipped] * self.space.workers)
+
+    def _move(self) -> None:
+        for p in self.moving:
+            p.updates += 1
+            p.adamw(p.P)
+        self.moving = []
+
+    @property
+    def is_synchronized(self) -> bool:
+        return not self.in_flight

@@ -168,6 +168,10 @@ class CDAdamRule(UpdateRule):
     compress: Compress
     state_depends_on_buckets = True
     records_buckets = True
+    no_delay = (
+        "an answer of CD-Adam is the change of a mean that all ranks follow, and the next answer is computed from that "
+        "mean. To keep one aside takes a second copy of the mean"
+    )
 
     def __post_init__(self) -> None:
         if self.codec not in get_args(CodecName):

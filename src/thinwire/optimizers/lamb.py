@@ -34,6 +34,9 @@ from thinwire.transport.buffers import Part
 from thinwire.transport.compressor import Compressor
 from thinwire.transport.state import State, Tensors
 
+NO_DELAY = "LAMB's trust ratio compares a parameter with its update, and the two would be of different steps"
+"""Why there is no `delay=1`."""
+
 
 class Lamb(WireOptimizer):
     r"""LAMB (You et al., ICLR 2020): layer-wise steps for large batches; gradients are averaged exactly.
@@ -115,6 +118,7 @@ class LambRule(UpdateRule):
     """
 
     records_buckets = True
+    no_delay = NO_DELAY
 
     def __init__(self, coeffs: tuple[float, float]) -> None:
         self._coeffs = coeffs

@@ -96,6 +96,8 @@ class OneBitAdam(WireOptimizer):
         check_replicas_every: compare a hash of the parameters across all ranks every this many steps; 0 for never.
         clip_norm: clip this rank's own gradient to this norm, as in `thinwire.Birder`. None: no limit.
         clip_value: clip each element of this rank's own gradient to [-clip_value, clip_value]. None: no limit.
+        delay: 1 to apply the answer of each step in the next one, as in `thinwire.Birder`, after the warm-up. Workers
+            still encode with the momentum of the step before, so messages are as without a delay. Costs no memory.
 
     When not to use it:
         When gradients change their magnitude a lot after the warm-up (a new task, a jump of the learning rate): the
@@ -156,6 +158,7 @@ class OneBitAdamRule(UpdateRule):
 
     state_depends_on_buckets = True
     records_buckets = True
+    no_delay = None
 
     def __init__(self, options: StageOptions) -> None:
         self._options = options
@@ -212,6 +215,11 @@ class OneBitAdamRule(UpdateRule):
         """See `UpdateRule`."""
         self._stages.settle()
         return flags
+
+    @property
+    def delays(self) -> bool:
+        """See `UpdateRule`. The answer is the momentum, which is kept in any case: workers encode with it."""
+        return self._stages.compressing
 
     def apply(self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None, group: Group) -> None:
         """See `UpdateRule`."""

@@ -17,7 +17,7 @@ from torch.optim.optimizer import ParamsT
 
 from thinwire.kernels.modes import Scale
 from thinwire.optimizers.adam import AdamMoments, adam_defaults, check_adam_group, correction, signed
-from thinwire.optimizers.lamb import check_range, clamp, lamb_step, norms
+from thinwire.optimizers.lamb import NO_DELAY, check_range, clamp, lamb_step, norms
 from thinwire.optimizers.optimizer import Unpack, WireOptimizer, WireOptions
 from thinwire.optimizers.rule import Context, Group, UpdateRule
 from thinwire.optimizers.warmup import (
@@ -188,6 +188,7 @@ class OneBitLambRule(UpdateRule):
 
     state_depends_on_buckets = True
     records_buckets = True
+    no_delay = NO_DELAY
 
     def __init__(self, options: StageOptions, limits: LayerLimits) -> None:
         self._options = options

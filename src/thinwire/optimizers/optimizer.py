@@ -248,7 +248,7 @@ class WireOptimizer(Optimizer):
         if self._delay.steps and session.side is not None:
             raise ValueError(
                 f"delay={self._delay.steps} with parameters on {str(device)!r}: expected parameters on the CPU, or "
-                "delay=0. On a GPU the host does not wait for an exchange in any case"
+                "delay=0. Exchanges on a device cannot be left in flight yet"
             )
         slots = session.layout.slots
         self._flat_params: list[Tensor] = [held[slot.index][0] for slot in slots]
@@ -399,8 +399,8 @@ class WireOptimizer(Optimizer):
             if changed is not None:
                 # Raised after the exchange, on all ranks, because the others may not have changed theirs.
                 session.transport.refuse(changed)
-            together = rule.skips_together
-            if self._delay.steps:
+            together, delayed = rule.skips_together, bool(self._delay.steps) and rule.delays
+            if delayed:
                 session.leave()
                 self._delay.in_flight = True
                 skipped, positions = self._delay.take()
@@ -432,7 +432,7 @@ class WireOptimizer(Optimizer):
         for call in self._after_step:
             call()
         if together and not session.deferred:
-            self._skips.note(int(self._step_count) - self._delay.steps, skipped=self._overflowed)
+            self._skips.note(int(self._step_count) - delayed, skipped=self._overflowed)
         self._replica_check.after(self, int(self._step_count))
 
     def _complete(self) -> None:
@@ -575,6 +575,7 @@ class WireOptimizer(Optimizer):
             raise RuntimeError("synchronize() between backward and step(): call it after step(), on all ranks")
         if self._delay.pending:
             self._apply_answers(self._take_pending())
+            self._write_numbers()
         self._make_replicas_equal()
 
     def _take_pending(self) -> list[int]:

@@ -175,6 +175,12 @@ class UpdateRule(abc.ABC):
         return flags
 
     @property
+    def delays(self) -> bool:
+        """With a delay, whether the answers of this step are applied in the next one. It depends only on what is equal
+        on all ranks."""
+        return True
+
+    @property
     def answers_at_once(self) -> bool:
         """With a delay, whether the exchange of this step must end in the same `step()` all the same."""
         return False

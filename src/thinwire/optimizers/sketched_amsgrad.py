@@ -154,6 +154,8 @@ class SketchedAMSGradRule(UpdateRule):
     k: int | None
     seed: int
 
+    no_delay = "SketchedAMSGrad exchanges twice per step, and the second exchange needs the answer of the first"
+
     def __post_init__(self) -> None:
         check_seed(self.seed)
 

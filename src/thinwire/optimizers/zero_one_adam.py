@@ -185,6 +185,10 @@ class ZeroOneAdamRule(UpdateRule):
     state_depends_on_buckets = True
     records_buckets = True
     has_local_steps = True
+    no_delay = (
+        "0/1 Adam takes local steps, and an answer that comes later would meet other parameters than those that it was "
+        "computed for. Its local steps already hide the network: see local_step_clipper"
+    )
 
     def __init__(
         self,

@@ -267,8 +267,7 @@ class Session:
         return transport.flags_seen
 
     def leave(self) -> None:
-        """Let the exchange end by itself. `wait` must be called before the next step begins, and other gradients may be
-        noted until then."""
+        """Let the exchange end by itself, and forget which tensors are encoded. `wait` comes before the next step."""
         assert self._submitted == len(self._missing), "all buckets are submitted"
         self.transport.commit()
         self.encoded = [False] * len(self.layout.slots)
