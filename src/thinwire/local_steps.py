@@ -178,6 +178,7 @@ class LocalSteps(Optimizer):
         |---|---|---|---|
         | "diloco" | none | 0.7, 0.9 | dense updates (Douillard et al., 2023) |
         | "diloco-int4" | int4 | 0.7, 0.9 | 4.25 bits per parameter and outer step |
+        | "streaming-int4" | int4 | 0.7, 0.9 | fragments=5, delay=5, mix=0.5; needs `every` of at least 25 |
         | "sign" | sign | 0.7, 0.9 | 1 bit |
         | "sparse-loco" | chunked_topk, k=64, residual_decay=0.95 | 1, 0 | 0.23 bits (Sarfi et al.: "Communication \
           efficient LLM pre-training with SparseLoCo", arXiv 2508.15706, 2025) |

@@ -141,7 +141,7 @@ def sent_a_step(rank: int, world_size: int, method: str) -> list[int]:
     prepared = METHODS[method].prepare(model)
     assert prepared.metrics is not None
     sent = [0]
-    for _ in range(WARM_UP_STEPS + 1 + 2 * LOCAL_CYCLE):
+    for _ in range(WARM_UP_STEPS + 1 + 2 * max(LOCAL_CYCLE, METHODS[method].cycle)):
         model(torch.randn(1, 256)).square().mean().backward()
         prepared.optimizer.step()
         sent.append(prepared.metrics().bytes_sent)
@@ -161,6 +161,7 @@ def sent_a_step(rank: int, world_size: int, method: str) -> list[int]:
         ("sketched-amsgrad", 0),
         ("compress-int4", 0),
         ("compress-powersgd", 0),
+        ("diloco-int4-h30", 29),
     ],
 )
 def test_measured_steps_are_of_the_kind_that_the_row_names(method: str, silent: int) -> None:

@@ -10,7 +10,10 @@ import torch
 
 import thinwire
 from thinwire.cli.averagings import AVERAGINGS, COMMANDS, contenders
+from thinwire.cli.local_runs import INTERVALS, LOCAL_RUNS
 from thinwire.cli.registry import ALL_COMMANDS, OPTIMIZERS, offered
+from thinwire.cli.step.methods import METHODS as STEP_METHODS
+from thinwire.cli.study.methods import METHODS as STUDIED
 
 NAMES = {
     "demo": "birder onebit-adam onebit-adam-4bit zero-one-adam onebit-lamb lamb cd-adam cd-adam-momentum cd-adam-topk "
@@ -38,6 +41,23 @@ def test_names_of_averagings() -> None:
         expected = list(AVERAGINGS) if command == "bench step" else in_all
         assert added == (expected if command in COMMANDS else [])
     assert {"demo", "bench exchange", "bench step"} == COMMANDS
+
+
+def test_names_of_local_steps() -> None:
+    studied = [
+        f"{profile}-h{every}" for profile in ("diloco", "diloco-int4", "sparse-loco", "sign") for every in INTERVALS
+    ]
+    assert [*LOCAL_RUNS] == [*studied, "streaming-int4-h30"]
+    assert [name for name in STEP_METHODS if name in LOCAL_RUNS] == [
+        "diloco-h30",
+        "diloco-int4-h30",
+        "sparse-loco-h30",
+        "streaming-int4-h30",
+    ]
+    assert [name for name in STUDIED if name in LOCAL_RUNS] == [*LOCAL_RUNS]
+    assert not any(STUDIED[name].by_default for name in LOCAL_RUNS)
+    for name, bits in {"diloco-h5": 32 / 5, "diloco-int4-h30": 4.25 / 30, "sign-h15": 1 / 15}.items():
+        assert LOCAL_RUNS[name].bits(4) == (bits, bits)
 
 
 def test_every_public_optimizer_is_registered() -> None:

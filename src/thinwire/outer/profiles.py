@@ -8,6 +8,14 @@ from typing import Any
 PROFILES: Mapping[str, Mapping[str, Any]] = {
     "diloco": {"compressor": "none", "outer_lr": 0.7, "outer_momentum": 0.9},
     "diloco-int4": {"compressor": "int4", "outer_lr": 0.7, "outer_momentum": 0.9},
+    "streaming-int4": {
+        "compressor": "int4",
+        "outer_lr": 0.7,
+        "outer_momentum": 0.9,
+        "fragments": 5,
+        "delay": 5,
+        "mix": 0.5,
+    },
     "sign": {"compressor": "sign", "outer_lr": 0.7, "outer_momentum": 0.9},
     "sparse-loco": {
         "compressor": "chunked_topk",

@@ -18,7 +18,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire._torch_compat import set_gradient_synchronization
 from thinwire.cli.averagings import AVERAGINGS, Averaging
+from thinwire.cli.local_runs import LOCAL_RUNS, LocalRun
 from thinwire.cli.registry import OPTIMIZERS, Bits, Prepared, offered
 from thinwire.cli.stages import LOCAL_CYCLE, MOSTLY_LOCAL
 
@@ -235,6 +237,24 @@ def _compressed(entry: Averaging) -> Method:
     return Method(description, prepare, theory, ours=True)
 
 
+def _local_steps(entry: LocalRun) -> Method:
+    """AdamW in local steps."""
+
+    def prepare(model: DistributedDataParallel) -> Prepared:
+        set_gradient_synchronization(model, enabled=False)  # as under no_sync()
+        return entry.prepare(model, {"fused": True})
+
+    def theory(cluster: Cluster, shapes: Shapes) -> float:
+        up, down = entry.bits(cluster.world)
+        return _between_ranks(Bits(up, lambda workers: down))(cluster, shapes)
+
+    description = (
+        f'thinwire.LocalSteps.from_profile("{entry.profile}", fused AdamW, every={entry.every}), flat; means over '
+        f"{entry.every} steps"
+    )
+    return Method(description, prepare, theory, cycle=entry.every, ours=True)
+
+
 def _needs_several_ranks_a_host(cluster: Cluster) -> str | None:
     return "one rank per host: the same as flat" if cluster.ranks == 1 else None
 
@@ -311,6 +331,7 @@ METHODS: dict[str, Method] = {
     ),
     **_registered(),
     **{name: _compressed(entry) for name, entry in AVERAGINGS.items()},
+    **{name: _local_steps(entry) for name, entry in LOCAL_RUNS.items() if entry.measured},
     "local": Method(
         "DDP with a hook that sends nothing + fused AdamW: the limit",
         _with_hook(_keep_local, state=lambda: None),

@@ -56,13 +56,16 @@ def study_command(
 ) -> None:
     """Compare convergence: search the settings of every optimizer on several tasks, and run the best on five seeds.
 
-    AdamW with compressed averages (compress-…) runs with the best settings of AdamW, which must be there or be chosen.
+    AdamW with compressed averages (compress-…) and in local steps (…-h30) runs with the best settings of AdamW, which
+    must be there or be chosen. Local steps run only if they are chosen.
     You can stop it at any time: the next call continues.
     """
     sources = Sources(text, pictures)
     known = {name: each if steps is None else replace(each, steps=steps) for name, each in tasks(sources).items()}
     chosen = _chosen("--task", task, list(known))
     methods = _chosen("--method", method, list(METHODS))
+    if not method and not only_report:
+        methods = [name for name in methods if METHODS[name].by_default]
     pairs = [(t, m) for t in chosen for m in methods if takes_part(known[t], METHODS[m])]
     console = Console()
     check_folder(output, "--output", create=False)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from thinwire.cli.averagings import AVERAGINGS, Averaging
+from thinwire.cli.local_runs import LOCAL_RUNS, LocalRun
 from thinwire.cli.registry import OPTIMIZERS, Entry, Prepared, Search
 from thinwire.cli.study.references import DistributedLion, MeanAdamW, MeanSGD
 
@@ -61,6 +62,9 @@ class Method:
     """A method whose best settings it uses, instead of a search of its own."""
     in_ddp: bool = True
     """Whether a run with processes puts the model in DDP. Otherwise the optimizer gathers gradients by itself."""
+
+    by_default: bool = True
+    """Whether it runs unless methods are named."""
 
     def definition(self) -> dict[str, Any]:
         """What a run depends on beside the code and what is searched: results of another one are done again."""
@@ -118,6 +122,27 @@ def _averaged(entry: Averaging) -> Method:
     )
 
 
+def _in_local_steps(entry: LocalRun) -> Method:
+    """AdamW as it is, in local steps."""
+
+    def prepare(model: nn.Module, setting: Setting, _: Course) -> Prepared:
+        searched = {"lr": setting.lr, "betas": setting.betas, "weight_decay": setting.weight_decay}
+        return entry.prepare(model, {**searched, "fused": True})
+
+    return replace(
+        _ADAMW,
+        name=entry.name,
+        title=entry.label,
+        prepare=prepare,
+        fixed=entry.definition(),
+        overlaps=False,
+        more_betas=(),
+        settings_of=_ADAMW.name,
+        in_ddp=False,
+        by_default=False,
+    )
+
+
 _ADAM = ((0.9, 0.95), (0.8, 0.95), (0.9, 0.99))
 _SGDM = ((0.9,), (0.8,), (0.95,))
 _LION = ((0.9, 0.99), (0.95, 0.98), (0.8, 0.95))
@@ -133,5 +158,6 @@ METHODS = {
         *(_averaged(entry) for entry in AVERAGINGS.values() if entry.studied),
         *(_registered(entry, entry.search) for entry in OPTIMIZERS.values() if entry.search is not None),
         Method("lion", "Distributed Lion", 5e-4, _LION, _plain(DistributedLion), in_ddp=False),
+        *(_in_local_steps(entry) for entry in LOCAL_RUNS.values() if entry.studied),
     )
 }

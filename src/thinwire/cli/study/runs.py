@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
@@ -155,15 +156,18 @@ def train(worker: int, workers: int, run: Run, tell: Tell, *, ddp: bool = False)
             break
         schedule.step()
         optimizer.zero_grad()
-        meter.note()
         if worker == 0:
             tell(step)
         if is_due(step, task.steps, VALIDATIONS):
-            if isinstance(optimizer, WireOptimizer):
+            last = step == task.steps
+            # Local steps are looked at where workers last agreed, which sends nothing; at the end they come together.
+            if isinstance(optimizer, WireOptimizer) or (last and isinstance(optimizer, thinwire.LocalSteps)):
                 optimizer.synchronize()
             if worker == 0:
-                with torch.no_grad():
-                    points.append(Point(step, task.validate(model, last=step == task.steps)))
+                agreed = optimizer.at_reference() if isinstance(optimizer, thinwire.LocalSteps) else nullcontext()
+                with torch.no_grad(), agreed:
+                    points.append(Point(step, task.validate(model, last=last)))
+        meter.note()
     return Result(run.setting, run.seed, points, meter.lengths, median(computing), elements)
 
 
