@@ -115,6 +115,7 @@ class LambRule(UpdateRule):
     """
 
     records_buckets = True
+    needs_whole = "the norms of whole layers"
 
     def __init__(self, coeffs: tuple[float, float]) -> None:
         self._coeffs = coeffs

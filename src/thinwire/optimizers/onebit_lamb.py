@@ -188,6 +188,7 @@ class OneBitLambRule(UpdateRule):
 
     state_depends_on_buckets = True
     records_buckets = True
+    needs_whole = "the norms of whole layers"
 
     def __init__(self, options: StageOptions, limits: LayerLimits) -> None:
         self._options = options

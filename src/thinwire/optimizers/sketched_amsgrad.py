@@ -154,6 +154,8 @@ class SketchedAMSGradRule(UpdateRule):
     k: int | None
     seed: int
 
+    needs_whole = "the largest elements of whole gradients"
+
     def __post_init__(self) -> None:
         check_seed(self.seed)
 
