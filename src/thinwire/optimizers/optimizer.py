@@ -461,8 +461,11 @@ class WireOptimizer(Optimizer):
 
     def _settle_with_shards(self, flags: int) -> int:
         """Given the flags of this rank's shard, those of all shards of the replica, and so of the mesh."""
+        if self._sharding is None:
+            return flags
         step, agreed = self._context.step, self._session.transport.agreed
-        nonfinite, differs = self._shards.settle(step, nonfinite=bool(flags & packet.NONFINITE), agreed=agreed)
+        with self._meter.exposed_wait:
+            nonfinite, differs = self._shards.settle(step, nonfinite=bool(flags & packet.NONFINITE), agreed=agreed)
         if differs is not None:
             self._group_numbers.raise_difference(self._shards.peers, packet.Disagreement(differs, step))
         return flags | packet.NONFINITE if nonfinite else flags
