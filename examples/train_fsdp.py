@@ -1,6 +1,6 @@
-"""FSDP2 on two replicas with AdamW: one line more, and replicas exchange gradients of 4 bits per value.
+"""FSDP2 on two replicas: with AdamW, replicas exchange gradients of 4 bits per value; with Birder, one bit.
 
-torchrun --nproc-per-node 4 examples/train_fsdp.py
+torchrun --nproc-per-node 4 examples/train_fsdp.py [--optimizer birder]
 """
 
 import argparse
@@ -39,7 +39,9 @@ def main() -> None:
     """Train, and print how many bytes a rank sent to the other replica."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=60)
-    steps = parser.parse_args().steps
+    parser.add_argument("--optimizer", choices=["adamw", "birder"], default="adamw")
+    arguments = parser.parse_args()
+    steps, own = arguments.steps, arguments.optimizer == "birder"
 
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -51,21 +53,27 @@ def main() -> None:
         if isinstance(part, Block):
             fully_shard(part, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    compression = thinwire.compress(model, "int4")  # torch no longer averages over the replicas
-    opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    # In both cases torch no longer averages over the replicas.
+    if own:
+        opt = exchange = thinwire.Birder(model.parameters(), lr=1e-3, mesh=mesh, clip_value=1.0)
+        thinwire.attach(model, opt)
+    else:
+        exchange = thinwire.compress(model, "int4")
+        opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     for step in range(steps):
         inputs = torch.randn(BATCH, FEATURES, generator=generator)
         loss = F.cross_entropy(model(inputs), labels_of(inputs).argmax(dim=1))
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if not own:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         opt.step()
         opt.zero_grad()
         if rank == 0 and (step % 20 == 0 or step == steps - 1):
             print(f"step {step:4d}  loss {loss.item():.3f}")
 
     if rank == 0:
-        sent = compression.metrics().bytes_sent / steps
+        sent = exchange.metrics().bytes_sent / steps
         shard = sum(p.numel() for p in model.parameters()) * REPLICAS / world_size
         dense = 2 * (REPLICAS - 1) / REPLICAS * 4 * shard
         print(f"sent {sent:,.0f} bytes per step; an all-reduce of fp32 gradients sends {dense:,.0f}")

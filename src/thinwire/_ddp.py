@@ -167,24 +167,26 @@ def check_hooks(model: DistributedDataParallel, caller: str) -> None:
 
 
 def find_averaging_model(params: Iterable[Tensor]) -> str | None:
-    """The class of a DistributedDataParallel model that holds one of these parameters; None if there is none."""
+    """The class of a DistributedDataParallel or FSDP2 model that holds one of these parameters, if there is one."""
     model = next(averaging_models(params), None)
     return None if model is None else type(model).__name__
 
 
-def averaging_models(params: Iterable[Tensor]) -> Iterator[DistributedDataParallel]:
-    """The DistributedDataParallel models that hold one of these parameters.
+def averaging_models(params: Iterable[Tensor]) -> Iterator[nn.Module]:
+    """The DistributedDataParallel and FSDP2 models that hold one of these parameters.
 
     Parameters do not refer to such a model, so this asks the garbage collector for all objects. It takes a fraction of
     a second: for use once, or before an error or a warning.
     """
-    wanted = {id(p) for p in params}
+    wanted, sharded = {id(p) for p in params}, _torch_compat.fully_sharded_class()
     for each in gc.get_objects():
         # By the type: `isinstance` runs code of objects that only pretend to be of a class.
         if issubclass(type(each), DistributedDataParallel):
             module = getattr(each, "module", None)
-            if isinstance(module, nn.Module) and any(id(p) in wanted for p in module.parameters()):
-                yield each
+        else:
+            module = each if sharded is not None and issubclass(type(each), sharded) else None
+        if isinstance(module, nn.Module) and any(id(p) in wanted for p in module.parameters()):
+            yield each
 
 
 def take_over(model: DistributedDataParallel, exchanger: Exchanger) -> None:

@@ -1,6 +1,6 @@
 """Refuse the step of an optimizer whose parameters are attached to another one.
 
-After `thinwire.attach` DDP no longer averages gradients. An optimizer that steps with them moves each replica in its
+After `thinwire.attach` nothing averages gradients. An optimizer that steps with them moves each replica in its
 own direction, and nobody would notice. torch calls a hook before the step of every optimizer.
 """
 
@@ -58,9 +58,9 @@ def _before_step(optimizer: Optimizer, *_: object) -> None:
         if attached is not None:
             name, its = type(optimizer).__name__, type(attached).__name__
             raise RuntimeError(
-                f"step() of {name}, but its parameters are attached to another optimizer ({its}): DDP does not average "
-                f"their gradients, so {name} would move every replica in a different direction. Call step() of the "
-                f"attached {its}; or call thinwire.detach(model) first, after which DDP averages gradients again"
+                f"step() of {name}, but its parameters are attached to another optimizer ({its}): their gradients are "
+                f"not averaged, so {name} would move every replica in a different direction. Call step() of the "
+                f"attached {its}; or call thinwire.detach(model) first, after which gradients are averaged again"
             )
     _accepted[optimizer] = count
 

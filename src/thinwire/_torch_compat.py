@@ -253,8 +253,14 @@ def is_fully_sharded(model: nn.Module) -> bool:
     Only a program that has imported torch.distributed.fsdp has such modules. Importing it here would add half a second
     to the import of thinwire. Since 2.6.
     """
+    kind = fully_sharded_class()
+    return kind is not None and isinstance(model, kind)
+
+
+def fully_sharded_class() -> type | None:
+    """The class of modules to which `fully_shard` was applied, if the program has any. See `is_fully_sharded`."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and isinstance(model, fsdp.FSDPModule)
+    return None if fsdp is None else fsdp.FSDPModule
 
 
 class FsdpGroup:
@@ -323,12 +329,14 @@ class LocalAllReduce(PythonProcessGroup):
 
     Args:
         replaced: the group that it replaces.
+        caller: the function that replaces it: "attach" or "compress".
         on_all_reduce: called before each all-reduce.
     """
 
-    def __init__(self, replaced: ProcessGroup, on_all_reduce: Callable[[], None]) -> None:
+    def __init__(self, replaced: ProcessGroup, caller: str, on_all_reduce: Callable[[], None]) -> None:
         super().__init__(replaced.rank(), replaced.size())
         self.replaced = replaced
+        self.caller = caller
         self._on_all_reduce = on_all_reduce
 
     def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions) -> None:  # type: ignore[override]

@@ -64,6 +64,6 @@ def refuse_fsdp1(model: nn.Module, caller: str) -> None:
     if uses_fsdp1(model):
         raise TypeError(
             f"{caller}: the model is or contains torch.distributed.fsdp.FullyShardedDataParallel (FSDP1), which "
-            "thinwire does not support. Use DistributedDataParallel; or use torch.distributed.fsdp.fully_shard (FSDP2) "
-            "with thinwire.compress and any torch.optim optimizer"
+            "thinwire does not support. Use DistributedDataParallel, or torch.distributed.fsdp.fully_shard (FSDP2) on "
+            "a mesh of replicas and shards"
         )

@@ -8,7 +8,8 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire import _first_use
 from thinwire._ddp import exchanger_of
 from thinwire._unwrap import distributed_model
-from thinwire.attach import attachment_of
+from thinwire.attachments.ddp import ddp_attachment_of
+from thinwire.attachments.fsdp import fsdp_attachment_of
 from thinwire.averaging.fsdp import detach_replicas
 
 
@@ -37,7 +38,7 @@ def detach(model: nn.Module) -> None:
         raise TypeError(f"detach: model is {type(inner).__name__}, expected the module given to attach or compress")
     wrapped = inner.module if isinstance(inner, DistributedDataParallel) else inner
     awaited = _first_use.cancel(wrapped)
-    attachment = attachment_of(wrapped)
+    attachment = ddp_attachment_of(wrapped) or fsdp_attachment_of(wrapped)
     exchanger = exchanger_of(inner) if isinstance(inner, DistributedDataParallel) else None
     if attachment is not None:
         attachment.detach()

@@ -12,9 +12,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 
 import thinwire
+from thinwire.optimizers.optimizer import WireOptimizer
 
 OPTIMIZERS = [
-    getattr(thinwire, name) for name in thinwire.__all__ if hasattr(getattr(thinwire, name), "is_synchronized")
+    kind
+    for kind in (getattr(thinwire, name) for name in thinwire.__all__)
+    if isinstance(kind, type) and issubclass(kind, WireOptimizer)
 ]
 
 
@@ -31,6 +34,15 @@ def test_dtensors(optimizer: Callable[..., torch.optim.Optimizer]) -> None:
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
     with pytest.raises(TypeError, match=r'class DTensor: .*fully_shard \(FSDP2\).*thinwire\.compress\(model, "int4"\)'):
         optimizer(model.parameters())
+
+
+def test_dtensors_of_local_steps() -> None:
+    model = nn.Linear(3, 4)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(
+        TypeError, match=r'class DTensor: .*LocalSteps needs whole.*thinwire\.compress\(model, "int4"\)'
+    ):
+        thinwire.LocalSteps(torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 def test_attach_refuses_fsdp2() -> None:

@@ -299,7 +299,7 @@ def test_fully_shard_calls_the_group_that_replaces_its_own(sharded: nn.Sequentia
     sharded.set_force_sum_reduction_for_comms(sums)  # type: ignore[operator]
     for number, each in enumerate(_torch_compat.FsdpGroup.all_of(sharded)):
         replaced = _torch_compat.PythonProcessGroup(1, 4)
-        replacement = _torch_compat.LocalAllReduce(replaced, functools.partial(calls.append, number))
+        replacement = _torch_compat.LocalAllReduce(replaced, "compress", functools.partial(calls.append, number))
         assert (replacement.rank(), replacement.size(), replacement.replaced) == (1, 4, replaced)
         each.replicate_group = replacement
     sharded(x).square().sum().backward()
@@ -310,7 +310,7 @@ def test_fully_shard_calls_the_group_that_replaces_its_own(sharded: nn.Sequentia
 
 
 def test_a_group_that_sums() -> None:
-    group = _torch_compat.LocalAllReduce(_torch_compat.PythonProcessGroup(1, 4), lambda: None)
+    group = _torch_compat.LocalAllReduce(_torch_compat.PythonProcessGroup(1, 4), "attach", lambda: None)
     tensor = torch.ones(3)
     dist.all_reduce(tensor, dist.ReduceOp.AVG, group)
     assert torch.equal(tensor, torch.ones(3))

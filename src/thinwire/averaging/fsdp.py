@@ -1,10 +1,8 @@
 """Compressed averaging between the replicas of a model that `fully_shard` has sharded on a two-dimensional mesh.
 
-FSDP gathers parameters and reduce-scatters gradients inside a replica as before. Then it all-reduces each shard of a
-gradient over the replicas. `LocalAllReduce` takes the place of that all-reduce and sends nothing, and everything else
-stays torch's: how gradients are divided, cast and accumulated, and which backward reduces them. A hook on each
-parameter encodes its shard of the gradient as soon as FSDP has stored it in `.grad`, and the session exchanges buckets
-while backward continues. At the end of backward the means are written into the memory of `.grad`.
+FSDP no longer averages gradients over the replicas; see `thinwire._fsdp`. A hook on each parameter encodes its
+shard of the gradient as soon as FSDP has stored it in `.grad`, and the session exchanges buckets while backward
+continues. At the end of backward the means are written into the memory of `.grad`.
 
 One exchange serves all FSDP groups of a model. Buckets follow the order in which backward completes groups.
 """
@@ -14,19 +12,25 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
-from thinwire._torch_compat import FsdpGroup, LocalAllReduce, at_end_of_backward, post_accumulate_hooks
+from thinwire._fsdp import (
+    check_all_reduce_hooks,
+    check_materialized,
+    replicate_group,
+    resume_all_reduce,
+    stop_all_reduce,
+)
+from thinwire._torch_compat import FsdpGroup, at_end_of_backward, post_accumulate_hooks
 from thinwire.averaging.averager import GradientAverager, loss_scale
-from thinwire.transport.failures import on_all_ranks
+from thinwire.optimizers.inputs import mark_averaged, unmark_averaged
+from thinwire.transport.failures import on_mesh
 from thinwire.transport.peers import Peers
-
-T = TypeVar("T")
 
 
 def average_replicas(
@@ -47,8 +51,8 @@ def average_replicas(
             hooks that would see gradients before they are averaged.
     """
     groups = FsdpGroup.all_of(model)
-    replicate_group = _replicate_group(groups)
-    replicas, shards = Peers.of(replicate_group), _peers(groups[0].shard_group)
+    process_group = replicate_group(groups, "compress")
+    replicas, shards = Peers.of(process_group), _peers(groups[0].shard_group)
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     trainable = [p for group in groups for p in group.parameters if p.requires_grad]
 
@@ -56,12 +60,14 @@ def average_replicas(
     names_of_own: dict[Tensor, str] = {tensor: names[p] for tensor, p in zip(own, trainable, strict=True)}
 
     def build() -> GradientAverager:
+        check_all_reduce_hooks(groups, "compress")
         _check_hooks(groups, names)
-        _check_materialized(trainable, names)
-        return make(names_of_own, replicate_group)
+        check_materialized(trainable, names, "compress")
+        return make(names_of_own, process_group)
 
-    averager = _on_mesh(replicas, shards, build)
-    _on_mesh(replicas, shards, lambda: averager._prepare(names_of_own))
+    averager = on_mesh(replicas, shards, build)
+    on_mesh(replicas, shards, lambda: averager._prepare(names_of_own))
+    mark_averaged(trainable, averager)
     _averagings[model] = weakref.ref(_FsdpAveraging(groups, averager, trainable, own, names, grad_scaler))
     return averager
 
@@ -79,40 +85,8 @@ def detach_replicas(model: nn.Module) -> bool:
     return averaging is not None
 
 
-def _replicate_group(groups: Sequence[FsdpGroup]) -> ProcessGroup:
-    """The replicas of all groups.
-
-    Raises:
-        RuntimeError: if they are averaged already.
-        ValueError: if there are none, or groups have different ones.
-    """
-    found = [group.replicate_group for group in groups]
-    if any(isinstance(group, LocalAllReduce) for group in found):
-        raise RuntimeError("compress: thinwire.compress averages the gradients of this model already: call it once")
-    first = found[0] if found else None
-    if first is None or None in found:
-        raise ValueError(
-            "compress: the model is sharded over all ranks of its mesh, so there are no replicas whose gradients are "
-            "averaged. Expected a mesh with two dimensions, replicas and shards: fully_shard(module, "
-            "mesh=init_device_mesh(device, (replicas, shards), mesh_dim_names=('replicate', 'shard')))"
-        )
-    members = {tuple(torch.distributed.get_process_group_ranks(group)) for group in found if group is not None}
-    if len(members) > 1:
-        listed = " and ".join(str(list(ranks)) for ranks in sorted(members))
-        raise ValueError(
-            f"compress: this rank has different replicas for different parameters, on ranks {listed}: expected one "
-            "mesh for all modules"
-        )
-    return first
-
-
 def _check_hooks(groups: Sequence[FsdpGroup], names: dict[Tensor, str]) -> None:
     for group in groups:
-        if group.all_reduce_hook is not None:
-            raise RuntimeError(
-                "compress: the model has an all-reduce hook (set_all_reduce_hook), which would get gradients before "
-                "they are averaged. Remove one of the two"
-            )
         for p in group.parameters:
             if post_accumulate_hooks(p):
                 raise RuntimeError(
@@ -121,21 +95,8 @@ def _check_hooks(groups: Sequence[FsdpGroup], names: dict[Tensor, str]) -> None:
                 )
 
 
-def _check_materialized(params: Sequence[Tensor], names: dict[Tensor, str]) -> None:
-    for p in params:
-        if p.is_meta:
-            raise ValueError(
-                f"compress: parameter {names[p]!r} is on the meta device: call to_empty() and initialize it first"
-            )
-
-
 def _peers(group: ProcessGroup | None) -> Peers:
     return Peers(None, 0, 1) if group is None else Peers.of(group)
-
-
-def _on_mesh(replicas: Peers, shards: Peers, action: Callable[[], T]) -> T:
-    """Run `action` on every rank of the mesh. If it fails on any of them, it fails on all."""
-    return on_all_ranks(shards, lambda: on_all_ranks(replicas, action))
 
 
 @torch.no_grad()
@@ -195,21 +156,15 @@ class _FsdpAveraging:
             return _local(p.grad).view(-1)
 
         averager.gradient_of = new_gradient
-        replaced = groups[0].replicate_group
-        assert replaced is not None, "checked before"
-        replacement = LocalAllReduce(replaced, self._before_all_reduce)
-        for group in groups:
-            group.replicate_group = replacement
+        stop_all_reduce(groups, "compress", self._before_all_reduce)
         self._hooks = [_register_hook(p, weakref.ref(self), index) for index, p in enumerate(params)]
 
     def detach(self) -> None:
         """Restore the groups, and remove the hooks."""
-        for group in self._groups:
-            replacement = group.replicate_group
-            assert isinstance(replacement, LocalAllReduce), "set when this was made"
-            group.replicate_group = replacement.replaced
+        resume_all_reduce(self._groups)
         for hook in self._hooks:
             hook.remove()
+        unmark_averaged(self._params)
         self._averager.release()
 
     def _before_all_reduce(self) -> None:

@@ -27,7 +27,7 @@ class Optimizers:
         compression: what `thinwire.compress` returned; None for a thinwire optimizer.
 
     Raises:
-        TypeError: if neither argument connects this rank to the others.
+        TypeError: if neither argument connects this rank to the others, or if the optimizer has sharded parameters.
     """
 
     reshards = True
@@ -50,6 +50,11 @@ class Optimizers:
         """Each rank has its own state of it: the thinwire optimizer, or the averager behind the compression."""
         self.plain: Optimizer | None = None if compression is None else optimizer  # type: ignore[assignment]
         """The optimizer that follows the compression. All ranks have the same state of it."""
+        if self.wire._sharding is not None:
+            raise TypeError(
+                f"optimizer is {_class(optimizer)} with sharded parameters (FSDP2), which thinwire.checkpoint cannot "
+                "save or load. Use get_state_dict, set_state_dict, save and load of torch.distributed.checkpoint"
+            )
         self.peers.check_initialized_first()
 
     @property

@@ -17,6 +17,8 @@ OWNER_STREAM = 1
 HASH_STREAM = 2
 SHARED_STREAM = 3
 """Of numbers that all ranks draw alike."""
+SHARD_STREAM = 4
+"""Of the seeds of shards."""
 
 HASH_PRIME = 2**31 - 1
 """The modulus of the polynomials that hash elements for count sketches."""
@@ -36,6 +38,15 @@ def key(*values: int) -> int:
     for value in values:
         k = splitmix((k + value) & _U64)
     return k
+
+
+def shard_seed(seed: int, shard: int) -> int:
+    """The seed for one of the shards of all parameters, below 2**63; `seed` itself for the first.
+
+    The elements of each shard are counted from 0. With one seed for all, the same element of every shard would get the
+    same random number.
+    """
+    return key(seed, SHARD_STREAM, shard) >> 1 if shard else seed
 
 
 def worker_key(seed: int, step: int, worker: int) -> int:

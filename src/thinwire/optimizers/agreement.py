@@ -27,6 +27,21 @@ Description = dict[str, Any]
 def describe(optimizer: WireOptimizer, names: dict[Tensor, str]) -> Description:
     """Everything on which ranks must agree; `names` are the names of parameters, if they are known."""
     params = list(reversed(optimizer._flat_params))
+    description = describe_settings(optimizer)
+    for i, p in enumerate(params):
+        description[f"parameter {i}"] = (names.get(p, "unnamed"), tuple(p.shape), str(p.dtype), p.stride())
+    for i in range(len(params)):
+        # Ranks exchange updates, not values: replicas that differ at the start would always differ.
+        value = optimizer._rule.agreed_value(len(params) - 1 - i)
+        description[f"the checksum of the values of parameter {i}"] = checksum(value)
+    if optimizer._step_count > 0:
+        for name, tensor in optimizer._rule.compared_state().items():
+            description[f"the checksum of {name!r} of the optimizer's state"] = checksum(tensor)
+    return description
+
+
+def describe_settings(optimizer: WireOptimizer) -> Description:
+    """Everything on which even ranks with different shards must agree."""
     description: dict[str, Any] = {
         "the optimizer's class": optimizer._title,
         "thinwire's version": __version__,
@@ -43,18 +58,9 @@ def describe(optimizer: WireOptimizer, names: dict[Tensor, str]) -> Description:
         "the number of steps taken": int(optimizer._step_count),
         **optimizer._rule.progress(),
         "the number of parameter groups": len(optimizer.param_groups),
-        "the number of parameters": len(params),
+        "the number of parameters": len(optimizer._flat_params),
     }
     description.update(group_fields(optimizer.param_groups))
-    for i, p in enumerate(params):
-        description[f"parameter {i}"] = (names.get(p, "unnamed"), tuple(p.shape), str(p.dtype), p.stride())
-    for i in range(len(params)):
-        # Ranks exchange updates, not values: replicas that differ at the start would always differ.
-        value = optimizer._rule.agreed_value(len(params) - 1 - i)
-        description[f"the checksum of the values of parameter {i}"] = checksum(value)
-    if optimizer._step_count > 0:
-        for name, tensor in optimizer._rule.compared_state().items():
-            description[f"the checksum of {name!r} of the optimizer's state"] = checksum(tensor)
     return description
 
 

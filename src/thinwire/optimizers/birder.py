@@ -84,7 +84,10 @@ class Birder(WireOptimizer):
             only that slice with the other nodes, so 1/G of the bytes leave a node of G ranks. This saves 8 (1 - 1/G)
             bytes per parameter for m and b, and costs 4 bytes (2 in bfloat16) to stage gradients. "auto": hierarchical
             if there are several nodes of several ranks according to `mesh` or torchrun's LOCAL_WORLD_SIZE, else flat.
-        mesh: a two-dimensional DeviceMesh of the same ranks, one row per node, if LOCAL_WORLD_SIZE is not set.
+        mesh: for ordinary parameters, a two-dimensional DeviceMesh of the same ranks, one row per node, if
+            LOCAL_WORLD_SIZE is not set. For parameters that `fully_shard` (FSDP2) has sharded, their mesh: replicas
+            first, then shards. Packets then go to the other replicas only, each of which is a worker, and `attach` is
+            needed: docs/fsdp.md.
         node_dtype: the dtype of gradients on the link inside a node: torch.float32, or torch.bfloat16 for half the
             bytes.
         bucket_mb: the size of a bucket, in megabytes of fp32 gradient. None: a quarter of the model, but at least 4 and
@@ -222,9 +225,9 @@ class BirderRule(UpdateRule):
 
     def begin_step(self) -> None:
         """See `UpdateRule`. Derives the random keys of this step."""
-        step = self.context.step
-        self._worker_key = rng.worker_key(self.seed, step, self.context.topology.node)
-        self._votes.begin_step(rng.owner_key(self.seed, step))
+        step, seed = self.context.step, self.context.seed(self.seed)
+        self._worker_key = rng.worker_key(seed, step, self.context.topology.node)
+        self._votes.begin_step(rng.owner_key(seed, step))
 
     def channel(self) -> str:
         """See `UpdateRule`."""

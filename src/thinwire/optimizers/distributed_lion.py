@@ -158,7 +158,7 @@ class DistributedLionRule(UpdateRule):
 
     def begin_step(self) -> None:
         """See `UpdateRule`."""
-        self._key = rng.worker_key(0, self.context.step, self.context.topology.node)
+        self._key = rng.worker_key(self.context.seed(0), self.context.step, self.context.topology.node)
         self._votes.begin_step(key=0)  # owners draw nothing
 
     def channel(self) -> str:

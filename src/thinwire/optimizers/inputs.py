@@ -23,28 +23,20 @@ def check_parameters(params: Iterable[Tensor]) -> None:
     """Reject parameters that kernels cannot process.
 
     Raises:
-        TypeError: naming the dtype, or the class of a tensor subclass that wraps other tensors.
+        TypeError: naming the dtype, or the class of a tensor subclass that wraps other tensors. DTensors are not given
+            to this function: `thinwire.optimizers.sharding` checks them, and this function their shards.
         ValueError: for a lazily negated parameter, whose memory holds the negative of its values.
     """
     for p in params:
         if hasattr(p, "__tensor_flatten__"):
-            sharded = type(p).__name__ == "DTensor"
             raise TypeError(
-                f"a parameter of class {type(p).__name__}: "
-                + (
-                    "this rank has a shard of it, as after fully_shard (FSDP2), and thinwire's optimizers need whole "
-                    'parameters. Keep your torch.optim optimizer, and call thinwire.compress(model, "int4") to '
-                    "average gradients between replicas in compressed form"
-                    if sharded
-                    else "kernels need the memory of an ordinary tensor. Expected a torch.nn.Parameter that is not "
-                    "wrapped"
-                )
+                f"a parameter of class {type(p).__name__}: kernels need the memory of an ordinary tensor. Expected a "
+                "torch.nn.Parameter that is not wrapped"
             )
         if is_of_fsdp1(p):
             raise TypeError(
                 f"a parameter of shape {tuple(p.shape)} is of FullyShardedDataParallel (FSDP1), which thinwire does "
-                "not support. Use DistributedDataParallel; or use fully_shard (FSDP2), keep your torch.optim "
-                'optimizer, and call thinwire.compress(model, "int4")'
+                "not support. Use DistributedDataParallel, or fully_shard (FSDP2) on a mesh of replicas and shards"
             )
         if p.is_neg():
             raise ValueError(
@@ -140,13 +132,12 @@ def checksum(p: Tensor) -> int:
     return ops.backend(values.device).crc32c(values.as_strided((values.numel(),), (1,)).view(torch.uint8))
 
 
-def gradient_of(p: Tensor) -> Tensor | None:
-    """The gradient in the memory order of its parameter; a copy only if the two orders differ.
+def in_order_of(p: Tensor, grad: Tensor | None) -> Tensor | None:
+    """A gradient in the memory order of its parameter; a copy only if the two orders differ.
 
     Raises:
         TypeError: for gradients that cannot be encoded.
     """
-    grad = p.grad
     if grad is None:
         return None
     if grad.layout != torch.strided:

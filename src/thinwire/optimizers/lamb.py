@@ -119,6 +119,7 @@ class LambRule(UpdateRule):
 
     records_buckets = True
     no_delay = NO_DELAY
+    needs_whole = "the norms of whole layers"
 
     def __init__(self, coeffs: tuple[float, float]) -> None:
         self._coeffs = coeffs

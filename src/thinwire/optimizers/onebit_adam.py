@@ -163,6 +163,8 @@ class OneBitAdamRule(UpdateRule):
     def __init__(self, options: StageOptions) -> None:
         self._options = options
         self.scale_block = options.scale_block
+        if options.warmup_steps == "auto":
+            self.needs_whole = 'the variance of all parameters for warmup_steps="auto"'
 
     def check_group(self, group: Group) -> None:
         """See `UpdateRule`."""

@@ -189,6 +189,7 @@ class OneBitLambRule(UpdateRule):
     state_depends_on_buckets = True
     records_buckets = True
     no_delay = NO_DELAY
+    needs_whole = "the norms of whole layers"
 
     def __init__(self, options: StageOptions, limits: LayerLimits) -> None:
         self._options = options

@@ -30,7 +30,7 @@ from thinwire.kernels.modes import Scale
 from thinwire.metrics import Meter, Metrics
 from thinwire.optimizers import rank_states
 from thinwire.optimizers import state_dict as state_dicts
-from thinwire.optimizers.agreement import describe, require_agreement, require_same
+from thinwire.optimizers.agreement import describe, describe_settings, require_agreement, require_same
 from thinwire.optimizers.clipping import Clipping
 from thinwire.optimizers.delay import Delay
 from thinwire.optimizers.first_gradients import FirstGradients
@@ -43,7 +43,7 @@ from thinwire.optimizers.inputs import (
     check_parameters,
     check_rates_on_host,
     form_of,
-    gradient_of,
+    in_order_of,
     make_plain,
     refuse_capture,
     same_values,
@@ -52,12 +52,14 @@ from thinwire.optimizers.inputs import (
 from thinwire.optimizers.lone_saves import LoneSaves
 from thinwire.optimizers.rule import Context, RuleEncoder, UpdateRule
 from thinwire.optimizers.safety import OF_STEPS, ReplicaCheck, Skips, name_of
+from thinwire.optimizers.sharding import Sharding, is_sharded, local, with_lists
 from thinwire.transport import packet
 from thinwire.transport.failures import on_all_ranks
 from thinwire.transport.layout import is_dense
 from thinwire.transport.memory import HOST
 from thinwire.transport.peers import Peers
 from thinwire.transport.session import Session
+from thinwire.transport.shards import Shards
 from thinwire.transport.state import Tensors
 from thinwire.transport.topology import Choice, choose
 
@@ -139,8 +141,18 @@ class WireOptimizer(Optimizer):
         self._delay = Delay(delay, rule.no_delay)
         self._first_gradients = FirstGradients(due=rule.moves_parameters)
         self._group_numbers = GroupNumbers()
-        self._peers = Peers.of(process_group)
-        self._topology = choose(topology, mesh, self._peers)
+        params = with_lists(params)
+        self._sharding = sharding = Sharding.find(params, mesh, process_group)
+        """How parameters are sharded; None if they are whole."""
+        self._shards = Shards()
+        """The ranks that hold the other shards of this replica."""
+        if sharding is None or mesh is None:
+            self._peers = Peers.of(process_group)
+            self._topology = choose(topology, mesh, self._peers)
+        else:
+            self._check_shardable()
+            self._peers, self._shards = Peers.of(mesh.get_group(0)), Shards(Peers.of(mesh.get_group(1)))
+            self._topology = choose(topology, None, self._peers)
         self._meter = Meter()
         self._step_count = torch.zeros((), dtype=torch.int64, device=HOST)
         self._names: dict[Tensor, str] = {}
@@ -164,6 +176,31 @@ class WireOptimizer(Optimizer):
         super().__init__(params, defaults)
         self._build()
         state_dicts.install(self)
+
+    def _check_shardable(self) -> None:
+        """Reject shards if something of this optimizer needs whole parameters.
+
+        Raises:
+            TypeError: naming the optimizer.
+            ValueError: naming the argument.
+        """
+        if self._rule.needs_whole is not None:
+            raise TypeError(
+                f"{type(self).__name__} with parameters of class DTensor, of which this rank has a shard: it needs "
+                f"{self._rule.needs_whole}. thinwire.Birder, OneBitAdam with a number of warmup_steps, ZeroOneAdam, "
+                "CDAdam and DistributedLion need shards only"
+            )
+        if self._clipping.norm is not None:
+            raise ValueError(
+                f"clip_norm={self._clipping.norm!r} with parameters of class DTensor, of which this rank has a shard: "
+                "expected None. Use clip_value=; or thinwire.attach(model, optimizer, overlap=False), and "
+                "torch.nn.utils.clip_grad_norm_, which clips the gradient of each replica"
+            )
+        if self._delay.steps:
+            raise ValueError(
+                f"delay={self._delay.steps} with parameters of class DTensor, of which this rank has a shard: expected "
+                "0. All shards must know in the same step whether it is skipped. thinwire.compress takes a delay"
+            )
 
     @property
     def _title(self) -> str:
@@ -204,7 +241,7 @@ class WireOptimizer(Optimizer):
         try:
             make_plain(group)
             self._rule.check_group(group)
-            check_parameters(group["params"])
+            self._check_parameters(group["params"])
             state_dicts.label(self, group)
             if self._built:
                 self._build()
@@ -222,10 +259,32 @@ class WireOptimizer(Optimizer):
 
         Frameworks move a model to its device after the optimizer was made.
         """
-        if self._agreed or self._step_count > 0 or [form_of(p) for p in self._flat_params] == self._forms:
+        self._read_shards()
+        if self._agreed or self._step_count > 0 or [form_of(p) for p in self._own_params] == self._forms:
             return
-        check_parameters(self._flat_params)
+        self._check_parameters(self._flat_params)
         self._allocate()
+
+    def _check_parameters(self, params: Sequence[Tensor]) -> None:
+        if self._sharding is None and any(map(is_sharded, params)):
+            raise TypeError(
+                "a parameter of class DTensor beside others that are whole: expected all parameters to be sharded on "
+                "one mesh, or none of them"
+            )
+        if self._sharding is not None:
+            for p in params:
+                self._sharding.check(p)
+        check_parameters([local(p) for p in params])
+
+    def _read_shards(self) -> None:
+        """Let kernels use the present memory of sharded parameters, which FSDP may have replaced."""
+        if self._sharding is not None:
+            self._own_params[:] = map(local, self._flat_params)
+
+    def _gradient_of(self, position: int) -> Tensor | None:
+        """The memory of a gradient: of the shard of this rank, if the parameter is sharded."""
+        p = self._flat_params[position]
+        return p.grad if self._sharding is None else self._sharding.gradient_of(p)
 
     def _allocate(self) -> None:
         frozen = set(self._frozen)
@@ -236,7 +295,7 @@ class WireOptimizer(Optimizer):
             raise ValueError(f"parameters on devices {names}: an optimizer needs all its parameters on one device")
         device = devices.pop() if devices else torch.device("cpu")
         self._session = session = Session(
-            [p.numel() for p, _ in held],
+            [local(p).numel() for p, _ in held],
             device,
             self._peers,
             self._topology,
@@ -253,9 +312,12 @@ class WireOptimizer(Optimizer):
         slots = session.layout.slots
         self._flat_params: list[Tensor] = [held[slot.index][0] for slot in slots]
         """The parameters that take part, in the order of the flat space."""
+        self._own_params = list(map(local, self._flat_params))
+        """Their memory on this rank, which kernels read and move: the parameters, or the shards of this rank."""
         group_index = [held[slot.index][1] for slot in slots]
+        shard = 0 if self._sharding is None else self._sharding.shard
         delayed = bool(self._delay.steps)
-        self._context = Context(session, self._flat_params, group_index, self.param_groups, delayed=delayed)
+        self._context = Context(session, self._own_params, group_index, self.param_groups, delayed=delayed, shard=shard)
         compressors, self._flat_state = self._rule.bind(self._context)
         self._flat_state.include(self._clipping.bind(session.layout, session.kernels))
         self._flat_state.include(self._delay.bind(len(slots)))
@@ -265,14 +327,14 @@ class WireOptimizer(Optimizer):
         """By position, the state of each parameter."""
         self._shown_of: list[Tensors] = []
         """The same memory in separate tensor objects, which `state` exposes. Users cannot damage the others by them."""
-        for position, p in enumerate(self._flat_params):
+        for position, p in enumerate(self._own_params):
             state = {"step": self._step_count, **self._flat_state.of(session.layout, self._topology.node, position, p)}
             if p.dtype in LOW_PRECISION and self._rule.moves_parameters:
                 order = torch.preserve_format if is_dense(p) else torch.contiguous_format
                 state["master"] = torch.empty_like(p, dtype=torch.float32, memory_format=order).copy_(p.detach())
             self._state_of.append(state)
         state_dicts.expose(self)
-        self._forms = [form_of(p) for p in self._flat_params]
+        self._forms = [form_of(p) for p in self._own_params]
         self._built = True
         self._begin_step()
 
@@ -303,7 +365,10 @@ class WireOptimizer(Optimizer):
             self._first_gradients.due = False  # DDP no longer averages them
         self._complete()  # ranks compare what the exchange in flight changes
         state_dicts.check_unchanged(self, thoroughly=True)
-        name = require_agreement(self._peers, describe(self, self._names))
+        description = describe(self, self._names)
+        name = on_all_ranks(self._shards.peers, lambda: require_agreement(self._peers, description))
+        if self._sharding is not None:
+            require_agreement(self._shards.peers, describe_settings(self))
         self._agreed = True
         self._group_numbers.restart()
         if self._topology.problem is not None:
@@ -385,14 +450,16 @@ class WireOptimizer(Optimizer):
         check_frozen(self._frozen)
         state_dicts.check_unchanged(self)
         rest = [position for position, encoded in enumerate(session.encoded) if not encoded]
-        gradients = [gradient_of(self._flat_params[position]) for position in rest]
+        gradients = [in_order_of(self._own_params[position], self._gradient_of(position)) for position in rest]
         self._prepare()
         self._complete()
         self._read_outcomes()
         if self._first_gradients.due:
-            self._first_gradients.compare(self._peers, self._flat_params, gradients, self._context.step)
+            with self._shards.failing_together(self._context.step):
+                self._first_gradients.compare(self._peers, self._flat_params, gradients, self._context.step)
         session.transport.agreed = self._group_numbers.note(self._context.step, self.param_groups)
-        with self._naming_differences(), session.transport.abort_on_error():
+        shards = self._shards.failing_together(self._context.step)
+        with shards, self._naming_differences(), session.transport.abort_on_error():
             for position, grad in zip(rest, gradients, strict=True):
                 self._encode(position, grad, scale)
             changed = self._changed_gradient()
@@ -406,7 +473,9 @@ class WireOptimizer(Optimizer):
                 skipped, positions = self._delay.take()
                 self._overflowed, self._delayed_positions = skipped, positions
             else:
-                seen = session.wait(defer=rule.defers)
+                # The other shards must know the outcome in this step.
+                seen = session.wait(defer=rule.defers and self._sharding is None)
+                seen = self._settle_with_shards(seen)
                 flags = rule.settle(seen)
                 session.transport.check_refusal()
                 if together:
@@ -455,13 +524,24 @@ class WireOptimizer(Optimizer):
             self._delay.keep(rule.present(), skipped=skipped)
             self._begin_exchange()
 
+    def _settle_with_shards(self, flags: int) -> int:
+        """Given the flags of this rank's shard, those of all shards of the replica, and so of the mesh."""
+        if self._sharding is None:
+            return flags
+        step, agreed = self._context.step, self._session.transport.agreed
+        with self._meter.exposed_wait:
+            nonfinite, differs = self._shards.settle(step, nonfinite=bool(flags & packet.NONFINITE), agreed=agreed)
+        if differs is not None:
+            self._group_numbers.raise_difference(self._shards.peers, packet.Disagreement(differs, step))
+        return flags | packet.NONFINITE if nonfinite else flags
+
     def _watch(self, position: int) -> None:
         """Note the gradient that backward has accumulated. Called by `attach` before `_encode_early`.
 
         In the first step gradients are not encoded early. They are noted all the same: a change that would be without
         effect in the second step must not have one in the first.
         """
-        grad = self._flat_params[position].grad
+        grad = self._gradient_of(position)
         if grad is not None:
             self._watched[position] = grad.data_ptr(), write_count(grad), sample_of(grad)
 
@@ -471,7 +551,7 @@ class WireOptimizer(Optimizer):
         A write that changes nothing is none: to log the norm, transformers.Trainer clips to infinity.
         """
         for position, (address, writes, sample) in self._watched.items():
-            grad = self._flat_params[position].grad
+            grad = self._gradient_of(position)
             if grad is None or (grad.data_ptr() == address and write_count(grad) == writes):
                 continue
             if not same_values(sample, sample_of(grad)):
@@ -487,11 +567,11 @@ class WireOptimizer(Optimizer):
             return
         self._context.groups = self.param_groups
         with self._session.transport.abort_on_error():
-            self._encode(position, gradient_of(self._flat_params[position]), scale)
+            self._encode(position, in_order_of(self._own_params[position], self._gradient_of(position)), scale)
 
     def _encode(self, position: int, grad: Tensor | None, scale: Scale) -> None:
         self._complete()
-        p = self._flat_params[position]
+        p = self._own_params[position]
         if form_of(p) != self._forms[position]:
             raise RuntimeError(
                 f"a parameter is {form_of(p)}, but was {self._forms[position]} in the first step, or when it was "
@@ -512,7 +592,7 @@ class WireOptimizer(Optimizer):
     def _apply_all(self, positions: Sequence[int] | None = None) -> None:
         parts_of = self._session.channel.buffers.parts
         for position in self._rule.present() if positions is None else positions:
-            p = self._flat_params[position]
+            p = self._own_params[position]
             dense = p if not self._rule.moves_parameters or is_dense(p) else p.contiguous()
             master = self._state_of[position].get("master")
             x, low = (dense, None) if master is None else (master, dense)
@@ -671,6 +751,11 @@ class WireOptimizer(Optimizer):
             saved["state"] = rank_states.merge(saved["state"], self._states_of_others)
         elif self._flat_state.names_of_rank():
             self._lone_saves.note(self._peers.rank)
+        if self._sharding is not None:
+            params = [p for group in self.param_groups for p in group["params"]]
+            state = self._flat_state
+            shaped = ("master", *state.whole, *(state.own if self._topology.slices == 1 else ()))
+            saved["state"] = self._sharding.wrap(saved["state"], params, shaped, state.names_of_rank())
         return saved
 
     def _state_of_this_rank(self) -> dict[str, Any]:
@@ -695,6 +780,11 @@ class WireOptimizer(Optimizer):
             PeerLost: if a rank does not call it.
         """
         peers, stage = self._peers, "the states of all ranks"
+        if self._sharding is not None:
+            raise RuntimeError(
+                "consolidate_state_dict() with sharded parameters: no rank has room for all shards. Save with "
+                "torch.distributed.checkpoint on all ranks"
+            )
 
         def check() -> None:
             if not is_integer(to, 0, peers.size - 1):

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from thinwire.kernels import rng
 from thinwire.kernels.modes import Scale
 from thinwire.kernels.ops import Kernels
 from thinwire.transport import packet
@@ -45,6 +46,12 @@ class Context:
     """The number of the step under way, from 1."""
     delayed: bool = False
     """Whether answers are applied one step later, so that `UpdateRule.keep` is called."""
+    shard: int = 0
+    """Which shard of its parameters this rank holds; 0 if they are whole."""
+
+    def seed(self, seed: int) -> int:
+        """The seed of the random numbers for this rank's shard, which are independent of those for other shards."""
+        return rng.shard_seed(seed, self.shard)
 
     @property
     def layout(self) -> Layout:
@@ -93,6 +100,8 @@ class UpdateRule(abc.ABC):
     """Whether a state dict records `bucket_mb` among the settings that a run should be resumed with."""
     moves_parameters = True
     """False if answers go elsewhere. Low-precision parameters then have no fp32 master copies."""
+    needs_whole: str | None = None
+    """What the rule needs of whole parameters; None if a shard of each will do."""
     has_local_steps = False
     """Whether replicas may differ between synchronizations."""
     no_delay: str | None = "its update rule is defined for answers of the same step only"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from thinwire._checks import INT64_MAX, is_integer
 from thinwire.errors import PeerLost, ReplicasDiffer, TooManySkips, name_ranks
 from thinwire.optimizers.inputs import checksum
+from thinwire.transport.failures import on_all_ranks
 
 if TYPE_CHECKING:
     from thinwire.optimizers.optimizer import WireOptimizer
@@ -105,8 +106,10 @@ class ReplicaCheck:
             ReplicasDiffer: on all ranks, naming the first parameter that differs and the ranks that have each value.
             PeerLost: if a rank does not answer.
         """
-        if not self.every or step % self.every or optimizer._peers.size == 1:
-            return
+        if self.every and step % self.every == 0 and optimizer._peers.size > 1:
+            on_all_ranks(optimizer._shards.peers, lambda: self._compare(optimizer, step))
+
+    def _compare(self, optimizer: WireOptimizer, step: int) -> None:
         checksums = [_checksum_of(optimizer, position) for position in range(len(optimizer._flat_params))]
         peers, stage, saves = optimizer._peers, "the checksums of replicas", optimizer._lone_saves
         # One number for both comparisons: both are rarely unequal.

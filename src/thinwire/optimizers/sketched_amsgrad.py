@@ -155,6 +155,7 @@ class SketchedAMSGradRule(UpdateRule):
     seed: int
 
     no_delay = "SketchedAMSGrad exchanges twice per step, and the second exchange needs the answer of the first"
+    needs_whole = "the largest elements of whole gradients"
 
     def __post_init__(self) -> None:
         check_seed(self.seed)

@@ -46,11 +46,16 @@ _MOST_STEPS = 2**62
 
 def label(optimizer: WireOptimizer, group: dict[str, Any]) -> None:
     """Write the labels of this optimizer into a group."""
-    peers, topology = optimizer._peers, str(optimizer._topology)
+    peers, topology = optimizer._peers, _topology(optimizer)
     name, settings = optimizer._title, optimizer._settings_text()
     nodes = json.dumps(optimizer._topology.nodes)
     values = (name, peers.size, topology, _buckets(optimizer), peers.rank, settings, nodes, optimizer._bucket_mb)
     group.update(zip(LABELS, values, strict=True))
+
+
+def _topology(optimizer: WireOptimizer) -> str:
+    sharding, topology = optimizer._sharding, str(optimizer._topology)
+    return topology if sharding is None else f"{topology}, {sharding}"
 
 
 def _buckets(optimizer: WireOptimizer) -> str:
@@ -195,6 +200,8 @@ def _plan(
     saved_sizes, sizes = ([len(group["params"]) for group in of] for of in (groups, optimizer.param_groups))
     for group in groups:
         _check_label(optimizer, group)
+    if optimizer._sharding is not None:
+        saved_states = optimizer._sharding.unwrap(saved_states)
     ranks = rank_states.ranks_in(saved_states)
     if ranks:
         rank_states.check_steps(saved_states)
@@ -248,16 +255,18 @@ def _check_label(optimizer: WireOptimizer, group: dict[str, Any]) -> None:
     own, this, peers = optimizer._title, f"this {optimizer._noun}", optimizer._peers
     if name != own:
         raise ValueError(f"the state dict is of {name or 'another optimizer'}, this is {own}")
-    if size != peers.size:
+    sharded = optimizer._sharding is not None or "shards" in str(topology)
+    if size != peers.size and not sharded:
         raise ValueError(
             f"the state dict is of {size} ranks, this run has {peers.size}: each rank has its own state, so "
             "resume with as many ranks as were saved, or combine the states of all ranks with "
             "thinwire.checkpoint.load_state_dict(..., on_mismatch='average')"
         )
-    if topology != str(optimizer._topology):
+    if topology != _topology(optimizer):
         raise ValueError(
-            f"the state dict is of topology {topology}, {this} has {optimizer._topology}: a rank's state "
-            "depends on the ranks of its node, so resume with the topology that was saved"
+            f"the state dict is of topology {topology}, {this} has {_topology(optimizer)}: a rank's state "
+            "depends on the ranks of its node and on its shards, so resume with the topology and the mesh that were "
+            "saved"
         )
     if buckets != _buckets(optimizer):
         raise ValueError(

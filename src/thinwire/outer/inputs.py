@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from thinwire._ddp import averaging_models
@@ -17,6 +18,7 @@ from thinwire.errors import name_ranks
 from thinwire.optimizers.agreement import group_fields
 from thinwire.optimizers.inputs import check_not_averaged, check_parameters
 from thinwire.optimizers.optimizer import WireOptimizer
+from thinwire.optimizers.sharding import is_sharded
 from thinwire.transport.peers import Peers
 from thinwire.transport.topology import Topology
 
@@ -35,7 +37,13 @@ def check_inner(inner: object) -> None:
     if not isinstance(inner, Optimizer):
         kind = f"{type(inner).__module__}.{type(inner).__name__}"
         raise TypeError(f"inner is {kind}, expected a torch.optim.Optimizer, such as torch.optim.AdamW")
-    check_parameters(p for group in inner.param_groups for p in group["params"])
+    params = [p for group in inner.param_groups for p in group["params"]]
+    if any(map(is_sharded, params)):
+        raise TypeError(
+            "a parameter of class DTensor: this rank has a shard of it, as after fully_shard (FSDP2). LocalSteps needs "
+            'whole parameters. thinwire.compress(model, "int4") and thinwire.attach train FSDP2 models'
+        )
+    check_parameters(params)
 
 
 def check_fraction(name: str, value: float, *, below: float = math.inf, above: float = 0.0, least: bool = True) -> None:
@@ -63,6 +71,8 @@ def check_alone(params: Sequence[Tensor], peers: Peers, topology: Topology) -> N
     if dist.is_available() and dist.is_initialized():
         worker = {peers.ranks()[rank] for rank in topology.node_ranks()}
         for model in averaging_models(params):
+            if not isinstance(model, DistributedDataParallel):
+                continue  # FSDP2's parameters were rejected before
             ranks = dist.get_process_group_ranks(model.process_group)
             if not worker.issuperset(ranks) and synchronized_last(model):
                 raise RuntimeError(

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from thinwire.errors import CorruptCheckpoint, PeerLost, name_ranks
+from thinwire.errors import CorruptCheckpoint, PeerLost, ReplicasDiffer, name_ranks
 from thinwire.transport.peers import Peers
 
 T = TypeVar("T")
 
 _KINDS: dict[str, type[Exception]] = {
-    kind.__name__: kind for kind in (CorruptCheckpoint, OSError, ValueError, TypeError, RuntimeError)
+    kind.__name__: kind for kind in (CorruptCheckpoint, ReplicasDiffer, OSError, ValueError, TypeError, RuntimeError)
 }
 """The classes that all ranks raise: the first one that an exception is an instance of, otherwise RuntimeError."""
 
@@ -50,6 +50,11 @@ def on_all_ranks(peers: Peers, action: Callable[[], T]) -> T:
     if any(outcomes):
         raise _combined(outcomes)
     return value
+
+
+def on_mesh(replicas: Peers, shards: Peers, action: Callable[[], T]) -> T:
+    """As `on_all_ranks`, for all ranks of a mesh, of which each rank knows its row and its column."""
+    return on_all_ranks(shards, lambda: on_all_ranks(replicas, action))
 
 
 def _describe(error: Exception) -> _Failure:

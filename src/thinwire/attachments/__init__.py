@@ -1,0 +1,1 @@
+"""How `thinwire.attach` connects an optimizer to a model: to DistributedDataParallel, and to FSDP2."""
