@@ -9,6 +9,8 @@ Example::
     loss.backward(); opt.step(); opt.zero_grad()   # the loop stays as it was
 """
 
+from typing import TYPE_CHECKING, Any
+
 from thinwire import checkpoint
 from thinwire._version import __version__
 from thinwire.attach import attach
@@ -59,4 +61,17 @@ __all__ = [
     "checkpoint",
     "compress",
     "detach",
+    "plan",
 ]
+
+if TYPE_CHECKING:
+    from thinwire.planning.api import plan
+
+
+def __getattr__(name: str) -> Any:
+    # Training does not need it.
+    if name == "plan":
+        from thinwire.planning.api import plan
+
+        return plan
+    raise AttributeError(f"module 'thinwire' has no attribute {name!r}")

@@ -13,6 +13,7 @@ try:
     from thinwire._version import __version__
     from thinwire.cli import bench, demo, soak, testbed
     from thinwire.cli.chaos import command as chaos
+    from thinwire.cli.plan import command as plan
     from thinwire.cli.selftest import command as selftest
     from thinwire.cli.study import command as study
     from thinwire.kernels import native, ops
@@ -57,6 +58,8 @@ def _options(
 
 
 app.command(name="demo")(demo.demo)
+# What follows the script belongs to it.
+app.command(name="plan", context_settings={"allow_interspersed_args": False})(plan.plan)
 app.add_typer(bench.app, name="bench")
 app.add_typer(testbed.app, name="testbed")
 app.command(name="chaos")(chaos.chaos)

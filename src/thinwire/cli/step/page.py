@@ -85,11 +85,16 @@ def render(results: StepResults) -> str:
         *(_model(results, rows, model) for model in plan.models),
         _how(results),
     ]
+    return document("thinwire bench step", parts)
+
+
+def document(title: str, parts: Iterable[str]) -> str:
+    """A page with these elements in its body, in the colours of the charts."""
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         # Without an icon of its own a page makes browsers ask for one.
-        '<link rel="icon" href="data:,">\n<title>thinwire bench step</title>\n'
+        f'<link rel="icon" href="data:,">\n<title>{_text(title)}</title>\n'
         f"<style>\n:root {{ color-scheme: light dark; {_variables(_LIGHT)} }}\n"
         f"@media (prefers-color-scheme: dark) {{ :root {{ {_variables(_DARK)} }} }}{_CSS}</style>\n</head>\n<body>\n"
         + "\n".join(parts)
@@ -129,18 +134,18 @@ def _model(results: StepResults, rows: Sequence[StepResult], model: str) -> str:
         own = list(own)
         caption = f"{words.rate(rate)}; forward and backward alone take {words.seconds(own[0].compute)}"
         ours = [method_named(row.method).ours for row in own]
-        parts.append(_table(HEADINGS, map(cells, own), caption=caption, ours=ours))
+        parts.append(table(HEADINGS, map(cells, own), caption=caption, ours=ours))
     gone = [
         (f"{one.method} ({one.outcome})", _Html(f"<code>{_text(one.reason)}</code>"))
         for one in results.unmeasured
         if one.model == model
     ]
     if gone:
-        parts += ["<h3>Without figures</h3>", _table(("method", "why"), gone, prose=True)]
+        parts += ["<h3>Without figures</h3>", table(("method", "why"), gone, prose=True)]
     return "\n".join(parts)
 
 
-def _table(
+def table(
     headings: Sequence[str],
     rows: Iterable[Sequence[str]],
     *,
@@ -163,7 +168,7 @@ def _table(
 
 def _how(results: StepResults) -> str:
     plan = results.plan
-    methods = _table(
+    methods = table(
         ("method", "what it is"),
         ((name, method_named(name).description) for name in plan.methods if is_method(name)),
         prose=True,

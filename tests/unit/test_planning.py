@@ -1,0 +1,293 @@
+"""The simulation of a step against closed forms, and what follows from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from thinwire.planning.cluster import FRAMING, Cluster, Link
+from thinwire.planning.costs import KERNEL_BYTES, Costs
+from thinwire.planning.engine import Processor, Signal, Simulation
+from thinwire.planning.methods import BASELINE, METHODS, NOTHING_SENT, Method, local_steps
+from thinwire.planning.prediction import NOTHING_HELPS, make_plan, mean_step, over_hosts, over_rates
+from thinwire.planning.step import all_reduce_seconds, simulate_step
+from thinwire.planning.workload import Gradient, Workload
+from thinwire.transport.packet import HEADER_BYTES
+
+FREE = Costs.nothing()
+ELEMENTS = 64 * 4096
+MBIT = 1e6
+
+
+def _at_once(elements: int = ELEMENTS) -> Workload:
+    """One parameter, whose gradient takes no time: one bucket, and nothing hides it."""
+    return Workload(0.0, 0.0, (Gradient(elements, 0.0),))
+
+
+def _seconds(nbytes: float, link: Link) -> float:
+    return nbytes * 8 * FRAMING / link.bits_per_second
+
+
+def _exchange(bits: float, hosts: int) -> Method:
+    """One bit or more up and down, one bucket."""
+    return dataclasses.replace(METHODS["birder"], up_bits=bits, down_bits=bits, buckets=1)
+
+
+@pytest.mark.parametrize("hosts", [2, 3, 4, 16, 100])
+@pytest.mark.parametrize("latency", [0.0, 3e-3])
+def test_one_bucket_of_an_exchange_takes_its_bytes_and_three_latencies(hosts: int, latency: float) -> None:
+    # Shards are whole words, so the model is a whole number of them per host.
+    elements, link = 64 * 100 * hosts, Link(100 * MBIT, latency)
+    packet = HEADER_BYTES + elements / hosts / 8
+    expected = (hosts - 1) * (2 * _seconds(packet, link) + _seconds(2 * HEADER_BYTES, link)) + 3 * latency
+    found = simulate_step(_at_once(elements), Cluster(hosts, link=link), _exchange(1, hosts), FREE)
+    assert found.total == pytest.approx(expected, rel=1e-12)
+    assert found.exposed_wait == found.total
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("hosts", [2, 5])
+@pytest.mark.parametrize("algorithm", ["gloo", "ring", "tree"])
+def test_an_all_reduce_sends_twice_the_gradients(hosts: int, ranks: int, algorithm: str) -> None:
+    link = Link(100 * MBIT)
+    cluster = Cluster(hosts, ranks, link=link, all_reduce=algorithm)
+    expected = 2 * (cluster.world - 1) / cluster.world * _seconds(4 * ELEMENTS, link)
+    assert simulate_step(_at_once(), cluster, METHODS["ddp"], FREE).total == pytest.approx(expected, rel=1e-12)
+    half = simulate_step(
+        _at_once(), dataclasses.replace(cluster, link=Link(100 * MBIT, duplex="half")), METHODS["ddp"], FREE
+    )
+    assert half.total == pytest.approx(2 * expected)
+
+
+def test_latency_of_an_all_reduce() -> None:
+    # gloo: two segments of a chunk are on their way; each is asked for, then sent. NCCL pipelines.
+    cluster = Cluster(4, link=Link(1e12, 0.01))
+    few_bytes = 4 * 64
+    assert all_reduce_seconds(few_bytes, cluster) == pytest.approx(6 * 2 * 0.01, rel=1e-3)
+    assert all_reduce_seconds(few_bytes, dataclasses.replace(cluster, all_reduce="ring")) == pytest.approx(
+        0.06, rel=1e-3
+    )
+    assert all_reduce_seconds(few_bytes, dataclasses.replace(cluster, all_reduce="tree")) == pytest.approx(
+        0.04, rel=1e-3
+    )
+
+
+def test_half_duplex_takes_twice_as_long() -> None:
+    times = [
+        simulate_step(_at_once(), Cluster(4, link=Link(100 * MBIT, duplex=duplex)), _exchange(8, 4), FREE).total
+        for duplex in ("full", "half")
+    ]
+    assert times[1] == pytest.approx(2 * times[0], rel=1e-9)
+
+
+@pytest.mark.parametrize("method", [*METHODS.values(), local_steps(4)], ids=lambda method: method.name)
+def test_the_limits(method: Method) -> None:
+    """Without work for the cores: a fast network leaves the computation, a slow one its bytes."""
+    workload = Workload.of_size(4_000_000, 0.3)
+    fast = mean_step(workload, Cluster(4, link=Link(1e15)), method, FREE)
+    assert fast.total == pytest.approx(0.3, rel=1e-3)
+    assert fast.compute == pytest.approx(0.3)
+    slow = Link(1 * MBIT)
+    bound = _seconds(method.bytes_per_step(workload.elements, 4, 1), slow)
+    found = mean_step(workload, Cluster(4, link=slow), method, FREE).total
+    # At most the computation in addition, and the headers.
+    assert bound <= found <= 1.01 * bound + 0.35
+
+
+def test_bytes_of_a_hierarchical_exchange() -> None:
+    """Flat, every rank sends; hierarchical, every host."""
+    link = Link(10 * MBIT)
+    cluster, workload = Cluster(2, 4, link=link), _at_once(64 * 8000)
+    method = _exchange(1, 2)
+    flat = simulate_step(workload, cluster, method, FREE, flat=True).total
+    hierarchical = simulate_step(workload, cluster, method, FREE).total
+    assert flat == pytest.approx(_seconds(method.bytes_per_step(workload.elements, 2, 4, flat=True), link), rel=0.03)
+    assert hierarchical == pytest.approx(_seconds(method.bytes_per_step(workload.elements, 2, 4), link), rel=0.03)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    hosts=st.integers(2, 6),
+    ranks=st.integers(1, 3),
+    flat=st.booleans(),
+    name=st.sampled_from(["ddp", "int4", "birder", "onebit-adam", "local-4"]),
+    rate=st.sampled_from([1e7, 1e9, 1e11]),
+    latency=st.sampled_from([0.0, 1e-3]),
+    gpu=st.booleans(),
+    one_machine=st.booleans(),
+)
+def test_one_host_stands_for_all_that_are_alike(
+    hosts: int, ranks: int, flat: bool, name: str, rate: float, latency: float, gpu: bool, one_machine: bool
+) -> None:
+    link = Link(rate, latency)
+    alike = Cluster(hosts, ranks, link=link, cores=None if gpu else 2, one_machine=not gpu and one_machine)
+    # A host that is named as an exception is simulated with all others, even if its link is the same.
+    all_hosts = dataclasses.replace(alike, other_links={0: link})
+    assert alike.symmetric
+    assert not all_hosts.symmetric
+    costs = Costs.of_gpu("a100") if gpu else _measured()
+    method = {**METHODS, "local-4": local_steps(4)}[name]
+    workload = Workload.of_size(1_000_000, 0.02)
+    one, every = (simulate_step(workload, c, method, costs, flat=flat) for c in (alike, all_hosts))
+    # A window makes messages wait. Those of several senders may then meet at a receiver, which TCP would share out.
+    # Several ranks of a host may send in another order.
+    tolerance = 0.15 if name in ("int4", "local-4") else 0.02 if flat and ranks > 1 else 1e-6
+    assert one.total == pytest.approx(every.total, rel=tolerance)
+
+
+def _measured() -> Costs:
+    return Costs("a test", {k: 1e-10 * size for k, size in KERNEL_BYTES.items()}, 1e-5, 1e-10, 1e-5, 1e-4, 1e-4, 1e-10)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    rate=st.floats(1e6, 1e11),
+    factor=st.floats(1.01, 100),
+    hosts=st.integers(2, 64),
+    name=st.sampled_from(list(METHODS)),
+)
+def test_a_faster_link_never_takes_longer(rate: float, factor: float, hosts: int, name: str) -> None:
+    workload = Workload.of_size(1_000_000, 0.05)
+    slow, fast = (
+        simulate_step(workload, Cluster(hosts, link=Link(r)), METHODS[name], FREE).total for r in (rate, factor * rate)
+    )
+    assert fast <= slow * (1 + 1e-9)
+    assert fast >= 0.05
+
+
+def test_a_slow_host_holds_all_up() -> None:
+    link, slow = Link(100 * MBIT), Link(10 * MBIT)
+    method = _exchange(1, 4)
+    all_fast = simulate_step(_at_once(), Cluster(4, link=link), method, FREE).total
+    all_slow = simulate_step(_at_once(), Cluster(4, link=slow), method, FREE).total
+    one_slow = simulate_step(_at_once(), Cluster(4, link=link, other_links={2: slow}), method, FREE).total
+    assert all_fast < one_slow <= all_slow * (1 + 1e-9)
+    assert one_slow == pytest.approx(all_slow, rel=0.05)
+
+
+def test_stragglers() -> None:
+    """All wait for the slowest of n ranks, whose expected delay is that of the largest of n normal numbers."""
+    workload = Workload.of_size(64 * 1000, 1.0)
+    cluster = Cluster(64, link=Link(1e12), spread=0.1)
+    waited = simulate_step(workload, cluster, METHODS["birder"], FREE)
+    assert waited.total == pytest.approx(1.0 + 0.1 * 2.4, abs=0.1)
+    assert simulate_step(workload, cluster, METHODS["birder"], FREE) == waited, "the same seed, the same delays"
+    assert simulate_step(workload, cluster, NOTHING_SENT, FREE).total == pytest.approx(1.0, abs=0.05)
+
+
+def test_cores_are_shared() -> None:
+    workload = Workload.of_size(64 * 1000, 0.1)
+    testbed = Cluster(4, link=Link(1e12), cores=2, one_machine=True)
+    assert simulate_step(workload, testbed, NOTHING_SENT, FREE).total == pytest.approx(0.2)
+    own = dataclasses.replace(testbed, one_machine=False)
+    assert simulate_step(workload, own, NOTHING_SENT, FREE).total == pytest.approx(0.1)
+
+
+@given(st.lists(st.tuples(st.floats(0, 10), st.floats(0.01, 5)), min_size=1, max_size=20), st.integers(1, 4))
+def test_a_processor_gives_each_task_its_work(tasks: list[tuple[float, float]], cores: int) -> None:
+    """Work is conserved: with m cores, all is done when a machine that is never idle without need would be."""
+    simulation = Simulation()
+    processor = Processor(simulation, cores)
+    ends: list[tuple[float, float, float]] = []
+
+    def run(begin: float, seconds: float) -> None:
+        processor.work(seconds).then(lambda: ends.append((begin, seconds, simulation.now)))
+
+    for begin, seconds in tasks:
+        simulation.at(begin, lambda begin=begin, seconds=seconds: run(begin, seconds))
+    simulation.run()
+    assert len(ends) == len(tasks)
+    assert all(end >= begin + seconds - 1e-9 for begin, seconds, end in ends)
+    latest, total = max(end for *_, end in ends), sum(seconds for _, seconds in tasks)
+    assert latest <= max(begin for begin, _ in tasks) + total + 1e-9
+    assert total <= cores * (latest - min(begin for begin, _ in tasks)) + 1e-9
+
+
+def test_a_signal_fires_once() -> None:
+    heard: list[int] = []
+    signal = Signal(2)
+    signal.then(lambda: heard.append(1))
+    signal.report()
+    assert not heard
+    assert not signal.fired
+    signal.report()
+    signal.report()
+    signal.then(lambda: heard.append(2))
+    assert heard == [1, 2]
+
+
+# What follows ---------------------------------------------------------------------------------------------------------
+
+
+def _plan(link: Link, **options: object):
+    return make_plan(Workload.of_size(110_000_000, 0.18), Cluster(8, 1, link=link), FREE, **options)
+
+
+def test_the_answer_depends_on_the_network() -> None:
+    slow, fast = _plan(Link(100 * MBIT)), _plan(Link(1e14))
+    assert slow.recommended is not None
+    assert slow.recommended.speed_up == max(p.speed_up for p in slow.predictions if p.loss is not None)
+    assert slow.of("birder").speed_up > 20
+    assert fast.recommended is None
+    assert fast.answer.startswith(NOTHING_HELPS)
+    assert fast.of(BASELINE).speed_up == 1.0
+    # Where all are fast enough, the method with the least loss.
+    middle = _plan(Link(20e9))
+    assert middle.recommended is not None
+    assert middle.recommended.method == "int8"
+    for prediction in slow.predictions:
+        parts = prediction.compute + prediction.exposed_wait + prediction.rest
+        assert parts == pytest.approx(prediction.step)
+
+
+def test_curves() -> None:
+    plan = _plan(Link(1e9))
+    methods = [METHODS["ddp"], METHODS["birder"]]
+    ddp, birder = over_rates(plan, FREE, [1e8, 1e9, 1e12], methods)
+    assert ddp.speed_ups == (1.0, 1.0, 1.0)
+    assert birder.speed_ups[0] > birder.speed_ups[1] > birder.speed_ups[2] == pytest.approx(1.0, abs=0.02)
+    _, by_hosts = over_hosts(plan, FREE, [2, 1024], methods)
+    assert by_hosts.steps[1] > by_hosts.steps[0]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: Link(0.0), "bits_per_second=0.0: a link needs a rate above zero"),
+        (lambda: Link(math.nan), "bits_per_second=nan"),
+        (lambda: Link(1e9, latency=-1.0), "latency=-1.0: expected seconds"),
+        (lambda: Link(1e9, duplex="quarter"), "duplex='quarter': expected 'full' or 'half'"),
+        (lambda: Cluster(0), "hosts=0: expected a whole number of 1 or more"),
+        (lambda: Cluster(2, cores=0), "cores=0: expected more than zero"),
+        (lambda: Cluster(2, other_links={2: Link()}), "other_links names host 2: there are hosts 0 to 1"),
+        (lambda: Workload(0.1, 0.1, ()), "the model has no parameter that gets a gradient"),
+        (lambda: Workload.of_size(0, 0.1), "elements=0: expected the number of parameters"),
+        (lambda: Workload.of_size(10, -0.1), "seconds=-0.1"),
+        (lambda: local_steps(0), "every=0: expected the steps from one exchange to the next"),
+        (lambda: Costs.of_gpu("b200"), "gpu='b200': expected one of a100, h100, v100"),
+        (lambda: Costs("mine", {"copy": 1.0}), "kernels has no cost for 'adamw'"),
+        (lambda: Costs.of_selftest("{}"), "not a file of `thinwire selftest --json FILE`"),
+        (lambda: make_plan(Workload.of_size(10, 0.1), Cluster(1), FREE), "hosts=1: nothing leaves the host"),
+    ],
+)
+def test_bad_input_is_named(call, message: str) -> None:
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        call()
+    assert message in str(error.value)
+
+
+def test_costs_of_a_gpu_can_be_replaced_by_measured_ones() -> None:
+    timed = [
+        {"name": "memcpy of fp32", "elements": 100, "seconds": 1e-6},
+        {"name": "Birder, encode", "elements": 100, "seconds": 5e-6},
+    ]
+    costs = Costs.of_selftest(json.dumps({"device": "cuda", "kernels": timed}))
+    assert costs.kernels["birder encode"] == pytest.approx(5e-8)
+    assert costs.kernels["adamw"] == pytest.approx(28 / 8 * 1e-8), "from the bandwidth of the memcpy"
+    assert "measured on cuda" in costs.source
+    assert "not measured" in Costs.of_gpu("a100").source
