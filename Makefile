@@ -12,6 +12,9 @@ bin := $(VENV)/bin
 installed := $(VENV)/.installed
 not_long := -m "not long" --hypothesis-profile=repeatable
 
+# The tests start many interpreters. Without bytecode on disk each of them compiles thinwire anew.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
 .PHONY: help install demo bench wheel test test-all test-torch lint sanitize docs format clean
 

@@ -436,8 +436,8 @@ def test_no_string_of_a_file_becomes_part_of_the_page(
 
     usual, _ = load({})
     assert usual.isdisjoint({"SCRIPT", "IMG", "IFRAME"})
-    # Every string in turn, with some of the payloads, and all of them together with each.
-    places = [({text}, PAYLOADS[number % len(PAYLOADS)]) for number, text in enumerate(FREE * 3)]
+    # Every string in turn, with one of the payloads, and all of them together with each: a page takes half a second.
+    places = [({text}, PAYLOADS[number % len(PAYLOADS)]) for number, text in enumerate(FREE)]
     places += [(set(FREE), payload) for payload in PAYLOADS]
     for texts, payload in places:
         # Names of fields and methods stay different.
