@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -19,13 +20,14 @@ def train_and_leave(rank: int, world_size: int, kind: str) -> str:
     if kind == "AdamW":
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters())
     else:
-        name, _, delayed = kind.partition(", ")
-        wire = getattr(thinwire, name)(model.parameters(), **({"delay": 1} if delayed else {}))
+        wire = getattr(thinwire, kind.split(",")[0])(model.parameters(), delay=int("delayed" in kind))
         thinwire.attach(model, wire)
         optimizer = wire
     for _ in range(6):
         model(torch.randn(8, 64)).pow(2).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+    if "no group" in kind:
+        dist.destroy_process_group()  # with an exchange in flight
     _alive.extend([model, optimizer])
     return "done"

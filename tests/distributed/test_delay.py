@@ -490,3 +490,26 @@ def test_what_cannot_be_delayed_is_refused() -> None:
             getattr(thinwire, name)(params, delay=1)
     with pytest.raises(ValueError, match="'powersgd' exchanges twice"):
         GradientAverager(params, rule_of("powersgd", {}), delay=1)
+
+
+def _consolidated(worker: int, workers: int) -> dict[str, Any]:
+    _, optimizer = _trained(worker, 3)
+    optimizer.consolidate_state_dict()
+    assert not optimizer.is_synchronized
+    return optimizer.state_dict()
+
+
+@pytest.mark.parametrize("how", ["average", "reset"])
+def test_other_ranks_cannot_apply_a_kept_answer(how: Any) -> None:
+    saved, _ = virtual.run_workers(2, _consolidated)
+    net = token_net()
+    optimizer = thinwire.Birder(net.parameters(), lr=1e-2, delay=1)
+    with pytest.warns(RuntimeWarning, match="the answer that delay=1 keeps for the next step is dropped"):
+        thinwire.checkpoint.load_state_dict(optimizer, saved, on_mismatch=how)
+    assert optimizer.is_synchronized
+    before = digest(net.parameters())
+    _step(net, optimizer, 0, 3)
+    assert digest(net.parameters()) == before
+    for step in (4, 5):  # after a reset, coordinates become active first
+        _step(net, optimizer, 0, step)
+    assert digest(net.parameters()) != before

@@ -12,7 +12,15 @@ from collections.abc import Sequence
 from tests.distributed.exit_cases import train_and_leave
 from tests.forked import Ended, Run, run_to_the_end
 
-KINDS = ("Birder", "Birder, delayed", "OneBitAdam", "ZeroOneAdam", "CDAdam", "SketchedAMSGrad")
+KINDS = (
+    "Birder",
+    "Birder, delayed",
+    "Birder, delayed, no group",
+    "OneBitAdam",
+    "ZeroOneAdam",
+    "CDAdam",
+    "SketchedAMSGrad",
+)
 
 
 def ends(kinds: Sequence[str], at_once: int = 8) -> list[Ended]:
