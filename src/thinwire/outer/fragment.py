@@ -17,6 +17,10 @@ _CHUNK = 1 << 18
 """The outer update runs over chunks of so many elements, which stay in a cache."""
 
 
+_ENTRIES = {"reference", "momentum", "exchange", "moved", "due", "update", "dropped", "outer"}
+"""Of the state of a fragment."""
+
+
 def divide(params: Sequence[Tensor], fragments: int) -> list[list[int]]:
     """Divide parameters into fragments of about equal size: each goes to the smallest fragment so far, in order.
 
@@ -139,11 +143,10 @@ class Fragment:
         self.averager.finish()
         self._collected, self._dropped = True, self.averager.overflowed
 
-    def apply(self, mix: float) -> bool:
+    def apply(self, mix: float) -> None:
         """Take the outer step, and move the parameters to `mix` times themselves plus `1 - mix` times the reference.
 
-        Returns:
-            Whether it was taken: otherwise the parameters return to the reference values on all ranks.
+        If some rank's update was not finite, the parameters return to the reference values on all ranks instead.
         """
         self.collect()
         self.due = None
@@ -158,7 +161,6 @@ class Fragment:
             for reference, p in zip(self.references, self.params, strict=True):
                 p.copy_((p * mix if p.dtype == torch.float32 else p.float() * mix).add_(reference * (1.0 - mix)))
         self.moved = mix != 0.0
-        return not self._dropped
 
     def _motion(self) -> Motion:
         dots, squares = 0.0, 0.0
@@ -203,8 +205,8 @@ class Fragment:
         Raises:
             ValueError: if it does not fit.
         """
-        if not isinstance(state, dict) or not self.state().keys() <= state.keys():
-            raise ValueError(f"a fragment of the state dict is {state!r:.80}: expected {', '.join(self.state())}")
+        if not isinstance(state, dict) or not state.keys() >= _ENTRIES:
+            raise ValueError(f"a fragment of the state dict is {state!r:.80}: expected {', '.join(sorted(_ENTRIES))}")
         for name in ("reference", "momentum") + (("update",) if state["due"] is not None else ()):
             value, own = state[name], self.reference
             if not isinstance(value, Tensor) or value.shape != own.shape or value.dtype != own.dtype:
