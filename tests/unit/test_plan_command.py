@@ -193,3 +193,13 @@ def test_a_browser_draws_the_page(tmp_path: Path) -> None:
                 assert drawing.size["width"] >= 300
                 assert "1024" in drawing.text or "100M" in drawing.text
         assert "Birder" in browser.find_element(By.TAG_NAME, "table").text
+
+
+def test_the_papers_clusters(tmp_path: Path) -> None:
+    """The committed page is what the command prints, and the curves are drawn."""
+    figure = tmp_path / "scale.png"
+    result = CliRunner().invoke(app, ["simulate", "papers", "--figure", str(figure)])
+    assert result.exit_code == 0, result.output
+    page = (Path(__file__).parents[2] / "docs" / "scale.md").read_text(encoding="utf-8")
+    assert page.endswith(result.stdout)
+    assert figure.read_bytes().startswith(b"\x89PNG")

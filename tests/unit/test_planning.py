@@ -5,11 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import statistics
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from thinwire.cli.plan.validation import MEDIAN_BAR, WORST_BAR, compare
+from thinwire.cli.step.models import parameter_shapes
+from thinwire.cli.step.results import StepResults
+from thinwire.planning import calibration
 from thinwire.planning.cluster import FRAMING, Cluster, Link
 from thinwire.planning.costs import KERNEL_BYTES, Costs
 from thinwire.planning.engine import Processor, Signal, Simulation
@@ -19,6 +25,7 @@ from thinwire.planning.step import all_reduce_seconds, simulate_step
 from thinwire.planning.workload import Gradient, Workload
 from thinwire.transport.packet import HEADER_BYTES
 
+BENCHMARKS = Path(__file__).parents[2] / "docs" / "benchmarks"
 FREE = Costs.nothing()
 ELEMENTS = 64 * 4096
 MBIT = 1e6
@@ -52,7 +59,7 @@ def test_one_bucket_of_an_exchange_takes_its_bytes_and_three_latencies(hosts: in
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("hosts", [2, 5])
-@pytest.mark.parametrize("algorithm", ["gloo", "ring", "tree"])
+@pytest.mark.parametrize("algorithm", ["gloo", "ring", "tree", "nccl"])
 def test_an_all_reduce_sends_twice_the_gradients(hosts: int, ranks: int, algorithm: str) -> None:
     link = Link(100 * MBIT)
     cluster = Cluster(hosts, ranks, link=link, all_reduce=algorithm)
@@ -68,13 +75,9 @@ def test_latency_of_an_all_reduce() -> None:
     # gloo: two segments of a chunk are on their way; each is asked for, then sent. NCCL pipelines.
     cluster = Cluster(4, link=Link(1e12, 0.01))
     few_bytes = 4 * 64
-    assert all_reduce_seconds(few_bytes, cluster) == pytest.approx(6 * 2 * 0.01, rel=1e-3)
-    assert all_reduce_seconds(few_bytes, dataclasses.replace(cluster, all_reduce="ring")) == pytest.approx(
-        0.06, rel=1e-3
-    )
-    assert all_reduce_seconds(few_bytes, dataclasses.replace(cluster, all_reduce="tree")) == pytest.approx(
-        0.04, rel=1e-3
-    )
+    for algorithm, expected in (("gloo", 6 * 2 * 0.01), ("ring", 6 * 0.01), ("tree", 0.04), ("nccl", 0.04)):
+        by = dataclasses.replace(cluster, all_reduce=algorithm)
+        assert all_reduce_seconds(few_bytes, by) == pytest.approx(expected, rel=1e-3)
 
 
 def test_half_duplex_takes_twice_as_long() -> None:
@@ -291,3 +294,43 @@ def test_costs_of_a_gpu_can_be_replaced_by_measured_ones() -> None:
     assert costs.kernels["adamw"] == pytest.approx(28 / 8 * 1e-8), "from the bandwidth of the memcpy"
     assert "measured on cuda" in costs.source
     assert "not measured" in Costs.of_gpu("a100").source
+
+
+# Against measurements -------------------------------------------------------------------------------------------------
+
+
+def test_committed_measurements_are_predicted() -> None:
+    """Runs of `thinwire bench step` that were measured before there was a simulation.
+
+    Inputs are the computation that the runs report, and costs from calibration.py. The bars are those of --validate.
+    """
+    kernels = {name: 0.41e-9 * memcpys for name, memcpys in calibration.KERNELS_IN_MEMCPYS.items()}
+    costs = Costs(
+        "docs/benchmarks",
+        kernels,
+        message=calibration.MESSAGE,
+        byte=calibration.BYTE,
+        part=calibration.PART,
+        exchange=calibration.EXCHANGE,
+        all_reduce=calibration.ALL_REDUCE,
+        all_reduce_byte=calibration.ALL_REDUCE_BYTE,
+    )
+    errors = {}
+    for name in ("lm-7m-4x1", "lm-7m-2x2"):
+        measured = StepResults.from_json((BENCHMARKS / f"{name}.json").read_text())
+        methods = ("ddp-adamw", "ddp-bf16", "birder", "birder-hierarchical")
+        turns = [turn for turn in measured.turns if turn.rate != "unlimited" and turn.method in methods]
+        probes = [probe for turn in turns for probe in turn.compute]
+        # Four ranks shared two cores.
+        seconds = statistics.median(probes) / 2
+        sizes = [shape.numel() for shape in parameter_shapes("lm-7m")]
+        whole = Workload.of_size(sum(sizes), seconds)
+        ends = [sum(sizes[index:]) / sum(sizes) * whole.backward for index in range(len(sizes))]
+        workload = dataclasses.replace(
+            whole, gradients=tuple(Gradient(size, end) for size, end in zip(sizes, ends, strict=True))
+        )
+        for cell in compare(dataclasses.replace(measured, turns=turns), workload, costs, cores=2):
+            errors[f"{cell.hosts} x {cell.ranks} {cell.rate} {cell.method}"] = cell.error
+    assert len(errors) == 12
+    assert statistics.median(map(abs, errors.values())) <= MEDIAN_BAR, errors
+    assert max(map(abs, errors.values())) <= WORST_BAR, errors

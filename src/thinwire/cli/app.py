@@ -14,6 +14,7 @@ try:
     from thinwire.cli import bench, demo, soak, testbed
     from thinwire.cli.chaos import command as chaos
     from thinwire.cli.plan import command as plan
+    from thinwire.cli.plan import simulate
     from thinwire.cli.selftest import command as selftest
     from thinwire.cli.study import command as study
     from thinwire.kernels import native, ops
@@ -60,6 +61,7 @@ def _options(
 app.command(name="demo")(demo.demo)
 # What follows the script belongs to it.
 app.command(name="plan", context_settings={"allow_interspersed_args": False})(plan.plan)
+app.add_typer(simulate.app, name="simulate")
 app.add_typer(bench.app, name="bench")
 app.add_typer(testbed.app, name="testbed")
 app.command(name="chaos")(chaos.chaos)

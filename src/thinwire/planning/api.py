@@ -50,7 +50,7 @@ def plan(
         ranks_per_host,
         link,
         LOOPBACK if gpu is None else NVLINK,
-        all_reduce="gloo" if gpu is None else "ring",
+        all_reduce="gloo" if gpu is None else "nccl",
     )
     workload = measure_workload(step_fn)
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)

@@ -56,7 +56,8 @@ class Cluster:
         cores: cores of a host that its ranks share. None: each rank has as many as it wants, as on a GPU.
         one_machine: whether the hosts share the cores too, as on the testbed.
         other_links: links of single hosts, by the number of the host, where they differ.
-        all_reduce: how dense gradients are averaged: "gloo" (a ring, as gloo does it), "ring" or "tree" (NCCL's).
+        all_reduce: how dense gradients are averaged: "gloo" (a ring, as gloo does it), "ring" or "tree" (pipelined, as
+            NCCL does them), or "nccl", the faster one of these two.
         spread: the standard deviation of the time that ranks take to compute a step, as a part of it. Each rank draws a
             log-normal factor of its own for each step.
     """
@@ -68,7 +69,7 @@ class Cluster:
     cores: float | None = None
     one_machine: bool = False
     other_links: dict[int, Link] = field(default_factory=dict)
-    all_reduce: Literal["gloo", "ring", "tree"] = "gloo"
+    all_reduce: Literal["gloo", "ring", "tree", "nccl"] = "gloo"
     spread: float = 0.0
 
     def __post_init__(self) -> None:
@@ -78,8 +79,8 @@ class Cluster:
                 raise ValueError(f"{name}={value!r}: expected a whole number of 1 or more")
         if self.cores is not None and not self.cores > 0:
             raise ValueError(f"cores={self.cores}: expected more than zero, or None")
-        if self.all_reduce not in ("gloo", "ring", "tree"):
-            raise ValueError(f"all_reduce={self.all_reduce!r}: expected 'gloo', 'ring' or 'tree'")
+        if self.all_reduce not in ("gloo", "ring", "tree", "nccl"):
+            raise ValueError(f"all_reduce={self.all_reduce!r}: expected 'gloo', 'ring', 'tree' or 'nccl'")
         if not 0 <= self.spread < 10:
             raise ValueError(f"spread={self.spread}: expected a part of the time of a step, from 0 to 10")
         unknown = [host for host in self.other_links if not 0 <= host < self.hosts]

@@ -47,6 +47,9 @@ _SUM_SECONDS = 20e-9 / 2048
 _CHECKSUM_SECONDS = 224 / 4 / 9.75e12
 """Per byte: 224 integer instructions for 4 bytes at half the rate of an A100's data sheet; see docs/gpu-roofline.md."""
 _NCCL_CALL = 20e-6
+"""Assumed for an all-reduce."""
+_NCCL_MESSAGE = 5e-6
+"""Assumed for each message of an all-to-all, of either side."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,7 @@ class Costs:
         return cls(
             f"estimated for a GPU of type {name} from its memory bandwidth (docs/gpu-roofline.md), not measured",
             seconds,
+            message=_NCCL_MESSAGE,
             part=_LAUNCH,
             bucket=_LAUNCHES_PER_BUCKET * _LAUNCH,
             all_reduce=_NCCL_CALL,

@@ -16,6 +16,8 @@ from thinwire.planning.cluster import LOOPBACK, NVLINK, Cluster, Link
 from thinwire.planning.costs import GPUS, Costs
 from thinwire.planning.prediction import make_plan
 from thinwire.planning.workload import Workload
+from thinwire.testbed import TestbedUnavailable
+from thinwire.testbed.supervisor import ChildError
 
 MOST_HOSTS = 100_000
 _INPUTS = "Give what you train: a script, --model module:function, or --params with --step-ms"
@@ -49,6 +51,9 @@ def plan(
     ] = 0.0,
     local_steps: Annotated[int, integer(1, "H of local steps: steps from one exchange to the next.")] = 16,
     flat: Annotated[bool, typer.Option("--flat", help="Every rank is a worker, as with topology='flat'.")] = False,
+    validate: Annotated[
+        bool, typer.Option("--validate", help="Predict steps on the testbed, measure them, and compare. Needs root.")
+    ] = False,
     json: Annotated[Path | None, output_file("Write all numbers to this file.")] = None,
     html: Annotated[Path | None, output_file("Write a page with curves to this file.")] = None,
 ) -> None:
@@ -56,6 +61,9 @@ def plan(
 
     E.g. ``thinwire plan --params 110e6 --step-ms 180 --link 1gbit --hosts 8 --gpus-per-host 8``
     """
+    if validate:
+        _validate(json)
+        return
     cluster = _cluster(link, latency, half_duplex, hosts, gpus_per_host, ranks_per_host, cores, spread)
     costs = _costs(gpus_per_host, gpu)
     workload = _workload(script, params, step_ms, model)
@@ -75,6 +83,24 @@ def plan(
     for path in (json, html):
         if path is not None:
             console.print(f"Wrote {path}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _validate(json: Path | None) -> None:
+    # Not at the top: plans do not need the benchmark.
+    from thinwire.cli.plan import validation
+    from thinwire.cli.step.run import StartError
+
+    console = Console()
+    try:
+        found = validation.validate(console, rounds=1, turn_seconds=3.0)
+    except (TestbedUnavailable, StartError, ChildError) as error:
+        typer.echo(f"thinwire plan: {error}", err=True)
+        raise typer.Exit(2 if isinstance(error, TestbedUnavailable) else 1) from None
+    validation.print_validation(console, found)
+    if json is not None:
+        json.write_text(found.as_json(), encoding="utf-8")
+    if not found.passed:
+        raise typer.Exit(1)
 
 
 def _cluster(
@@ -100,7 +126,7 @@ def _cluster(
         Link(inputs.rate(link), inputs.latency(latency), "half" if half_duplex else "full"),
         NVLINK if on_gpus else LOOPBACK,
         cores=cores,
-        all_reduce="ring" if on_gpus else "gloo",
+        all_reduce="nccl" if on_gpus else "gloo",
         spread=spread,
     )
 

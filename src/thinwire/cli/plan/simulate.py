@@ -1,0 +1,29 @@
+"""`thinwire simulate`: clusters that are not at hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from thinwire.cli.options import output_file
+from thinwire.cli.plan import papers as paper_tables
+
+app = typer.Typer(help="Predict steps on clusters that are not at hand.", no_args_is_help=True)
+
+
+@app.callback()
+def _commands() -> None:
+    """A single command would lose its name otherwise."""
+
+
+@app.command()
+def papers(
+    figure: Annotated[Path | None, output_file("Write the curves to this file, a PNG.")] = None,
+) -> None:
+    """Predict the papers' clusters (8 hosts of 8 GPUs), and the same methods on up to 1,024 hosts, as Markdown."""
+    typer.echo(paper_tables.markdown(), nl=False)
+    if figure is not None:
+        paper_tables.write_figure(figure)
+        typer.echo(f"Wrote {figure}", err=True)
