@@ -40,6 +40,7 @@ from tests.distributed.scenarios import (
     run_birder,
     sometimes_nonfinite,
 )
+from tests.distributed.stages import PAPER
 from tests.harness import run_ranks, run_ranks_expecting_errors
 from tests.oracles.delayed_birder import DelayedBirderOracle
 from tests.oracles.flat_space import Group
@@ -95,7 +96,7 @@ ONE_BIT_ADAM: dict[str, Any] = {"betas": (0.9, 0.8), "warmup_steps": 6}
 
 
 def test_onebit_adam_is_the_oracle() -> None:
-    options = {**ONE_BIT_ADAM, "delay": 1}
+    options = {**ONE_BIT_ADAM, **PAPER, "delay": 1}
     scenarios = {
         "schedule": Scenario(schedule=ramp),
         "partly absent": Scenario(partly_absent),
@@ -103,6 +104,7 @@ def test_onebit_adam_is_the_oracle() -> None:
     }
     cases = {name: OracleCase(thinwire.OneBitAdam, scenario, options) for name, scenario in scenarios.items()}
     cases["many buckets"] = OracleCase(thinwire.OneBitAdam, Scenario(rows_untouched), options, bucket_elements=300)
+    cases["4-bit warm-up"] = OracleCase(thinwire.OneBitAdam, options={**options, "warmup_bits": 4})
     assert_runs_are_the_oracle(cases, 3)
 
 
@@ -350,7 +352,8 @@ def test_a_lost_rank_is_an_error_on_all_others(kind: str) -> None:
 
 def _trained(rank: int, steps: int, *, attach: bool = False, **options: Any) -> tuple[nn.Module, WireOptimizer]:
     net = token_net()
-    optimizer = thinwire.Birder(net.parameters(), **{"lr": 1e-2, "delay": 1, **options})
+    settings: dict[str, Any] = {"lr": 1e-2, "delay": 1, **options}
+    optimizer = thinwire.Birder(net.parameters(), **settings)
     model = DDP(net) if attach else net
     if isinstance(model, DDP):
         thinwire.attach(model, optimizer)
@@ -372,8 +375,7 @@ def _state(optimizer: WireOptimizer) -> str:
 
 def _end_in_flight(rank: int, world_size: int) -> None:
     model, optimizer = _trained(rank, 3)
-    if rank == 1:
-        expected = _state(optimizer)  # on one rank only
+    expected = _state(optimizer) if rank == 1 else None  # on one rank only
     _step(model, optimizer, rank, 3)
     after_four = _state(optimizer)
     _, closed = _trained(rank, 3)
