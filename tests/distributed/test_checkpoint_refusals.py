@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.conformance.test_conformance import OPTIMIZERS
+from tests.conformance.test_conformance import OPTIMIZERS, Entry
 from tests.distributed.checkpoint_runs import Case
 from tests.distributed.checkpoint_runs import Run as AttachedRun
 from tests.distributed.common import named
@@ -79,8 +79,17 @@ def fail_in_the_optimizer(run: Run) -> None:
 BREAKS = (fail_in_a_module, fail_in_the_optimizer)
 
 
-def save(rank: int, world_size: int, path: Path) -> None:
-    for entry in OPTIMIZERS:
+each_set_of_entries = pytest.mark.parametrize(
+    "entries",
+    [
+        pytest.param([entry for entry in OPTIMIZERS if not entry.variant], id="optimizers"),
+        pytest.param([entry for entry in OPTIMIZERS if entry.variant], id="variants", marks=pytest.mark.long),
+    ],
+)
+
+
+def save(rank: int, world_size: int, path: Path, entries: Sequence[Entry]) -> None:
+    for entry in entries:
         run = Run(entry, rank=rank).train(SAVED_AT)
         checkpoint.save(path / str(entry) / "good", run.net, run.optimizer, SAVED_AT)
 
@@ -94,10 +103,17 @@ def go_on(run: Run, path: Path, options: dict[str, Any]) -> dict[str, str]:
     return {**run.train(STEPS).now(), "defaults": ""}
 
 
-def refuse_each(rank: int, world_size: int, path: Path, options: dict[str, Any], refusals: Sequence[str]) -> int:
+def refuse_each(
+    rank: int,
+    world_size: int,
+    path: Path,
+    entries: Sequence[Entry],
+    options: dict[str, Any],
+    refusals: Sequence[str],
+) -> int:
     """How many times something was refused."""
     times = 0
-    for entry in OPTIMIZERS:
+    for entry in entries:
         of_entry = path / str(entry)
         with named(str(entry)):
             end = go_on(Run(entry, seed=3, rank=rank), of_entry, options)
@@ -125,10 +141,11 @@ def refuse_each(rank: int, world_size: int, path: Path, options: dict[str, Any],
     return times
 
 
-def test_the_file_of_one_rank_is_refused_by_all(tmp_path: Path) -> None:
-    run_ranks(save, 2, tmp_path, timeout=SECONDS)
-    times = len(OPTIMIZERS) * (len(SPOILED) + len(BREAKS))
-    assert run_ranks(refuse_each, 2, tmp_path, {}, tuple(SPOILED), timeout=SECONDS) == [times] * 2
+@each_set_of_entries
+def test_the_file_of_one_rank_is_refused_by_all(entries: Sequence[Entry], tmp_path: Path) -> None:
+    run_ranks(save, 2, tmp_path, entries, timeout=SECONDS)
+    times = len(entries) * (len(SPOILED) + len(BREAKS))
+    assert run_ranks(refuse_each, 2, tmp_path, entries, {}, tuple(SPOILED), timeout=SECONDS) == [times] * 2
 
 
 OF_OTHERS = (
@@ -140,12 +157,15 @@ OF_OTHERS = (
 )
 
 
+@each_set_of_entries
 @pytest.mark.parametrize(("ranks", "how"), [(1, "reset"), (3, "average")])
-def test_other_ranks_check_the_states_of_all_that_saved(ranks: int, how: str, tmp_path: Path) -> None:
-    run_ranks(save, 2, tmp_path, timeout=SECONDS)
-    times = len(OPTIMIZERS) * (len(OF_OTHERS) + len(BREAKS))
+def test_other_ranks_check_the_states_of_all_that_saved(
+    ranks: int, how: str, entries: Sequence[Entry], tmp_path: Path
+) -> None:
+    run_ranks(save, 2, tmp_path, entries, timeout=SECONDS)
+    times = len(entries) * (len(OF_OTHERS) + len(BREAKS))
     options = {"on_mismatch": how}
-    assert run_ranks(refuse_each, ranks, tmp_path, options, OF_OTHERS, timeout=SECONDS) == [times] * ranks
+    assert run_ranks(refuse_each, ranks, tmp_path, entries, options, OF_OTHERS, timeout=SECONDS) == [times] * ranks
 
 
 # Between backward and step() -----------------------------------------------------------------------------------------
