@@ -350,10 +350,9 @@ def test_a_lost_rank_is_an_error_on_all_others(kind: str) -> None:
     assert time.monotonic() - begin < 20.0
 
 
-def _trained(rank: int, steps: int, *, attach: bool = False, **options: Any) -> tuple[nn.Module, WireOptimizer]:
+def _trained(rank: int, steps: int, *, attach: bool = False, delay: int = 1) -> tuple[nn.Module, WireOptimizer]:
     net = token_net()
-    settings: dict[str, Any] = {"lr": 1e-2, "delay": 1, **options}
-    optimizer = thinwire.Birder(net.parameters(), **settings)
+    optimizer = thinwire.Birder(net.parameters(), lr=1e-2, delay=delay)
     model = DDP(net) if attach else net
     if isinstance(model, DDP):
         thinwire.attach(model, optimizer)
@@ -380,8 +379,7 @@ def _end_in_flight(rank: int, world_size: int) -> None:
     after_four = _state(optimizer)
     _, closed = _trained(rank, 3)
     closed.close()
-    if rank == 1:
-        assert _state(closed) == expected
+    assert expected is None or _state(closed) == expected
     with pytest.raises(RuntimeError, match="is closed"):
         _step(model, closed, rank, 3)
     _, loaded = _trained(rank, 2)

@@ -112,6 +112,7 @@ class ZeroOneAdam(WireOptimizer):
         check_replicas_every: compare a hash of the parameters across all ranks every this many steps; 0 for never.
         clip_norm: clip this rank's own gradient to this norm, as in `thinwire.Birder`. None: no limit.
         clip_value: clip each element of this rank's own gradient to [-clip_value, clip_value]. None: no limit.
+        delay: 0. `delay=1` of other optimizers is refused here, with the reason.
 
     When not to use it:
         When replicas must be equal at every step: batch-norm statistics, and evaluation or sampling in the training
