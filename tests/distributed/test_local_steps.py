@@ -424,12 +424,15 @@ def misuse(rank: int, world_size: int) -> dict[str, str]:
     first = rank == 0
     ddp, compressed = DistributedDataParallel(net()), DistributedDataParallel(net())
     thinwire.compress(compressed, "int4")
+    attached = DistributedDataParallel(net())
+    thinwire.attach(attached, thinwire.Birder(attached.parameters(), lr=1e-3))
     other = net()
     with torch.no_grad():
         next(other.parameters())[0, 0] += rank
     cases: dict[str, tuple[Callable[[nn.Module], thinwire.LocalSteps], nn.Module]] = {
         "DDP": (lambda m: steps(inner(m)), ddp),
         "compress": (lambda m: steps(inner(m)), compressed),
+        "attach": (lambda m: steps(inner(m)), attached),
         "every": (lambda m: steps(inner(m), every=30 if first else 20), net()),
         "compressor": (lambda m: steps(inner(m), compressor="int4" if first else "int8"), net()),
         "option": (lambda m: steps(inner(m), block=64 if first else 32), net()),
@@ -469,6 +472,7 @@ def test_misuse_is_refused_on_every_rank() -> None:
     expected = {
         "DDP": "DistributedDataParallel averages the gradients of ranks 0, 1 in every backward",
         "compress": "thinwire.compress averages the gradients",
+        "attach": "its parameters are attached to another optimizer (Birder)",
         "every": "ranks disagree on every: 30 on rank 0; 20 on rank 1",
         "compressor": "ranks disagree on the compressor: 'int4' on rank 0; 'int8' on rank 1",
         "option": "ranks disagree on block: 64 on rank 0; 32 on rank 1",
