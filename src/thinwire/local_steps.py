@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from thinwire._checks import INT64_MAX, is_integer
 from thinwire._torch_compat import scale_passed_to_step, unscales_in_step
 from thinwire.averaging.catalogue import rule_of
 from thinwire.optimizers.agreement import require_agreement, require_same
@@ -104,6 +105,8 @@ class LocalSteps(Optimizer):
         delay: apply an exchange this many inner steps after it has begun, while inner steps go on.
         mix: with `delay`, keep this share of the worker's own parameters, in [0, 1): θ ← mix·θ + (1 - mix)·θ_ref.
             Otherwise what a worker learned during the delay is lost. θ_ref stays equal on all ranks.
+        weighted: weigh the update of each rank by the work that it has counted with `count()`, for workers with unequal
+            batches, or without data in some steps. It costs a small message per exchange, before it begins.
         residual_decay: what residuals are multiplied by before each exchange, in [0, 1].
         process_group, topology, mesh, node_dtype, bucket_mb: as in `thinwire.compress`.
         max_consecutive_skips: raise TooManySkips after this many exchanges in a row in which an update was not finite.
@@ -128,6 +131,7 @@ class LocalSteps(Optimizer):
         fragments: int = 1,
         delay: int = 0,
         mix: float = 0.0,
+        weighted: bool = False,
         residual_decay: float = 1.0,
         process_group: dist.ProcessGroup | None = None,
         topology: Choice = "auto",
@@ -148,7 +152,12 @@ class LocalSteps(Optimizer):
         self.outer_momentum = outer_momentum
         self._check_outer()
         self._mix = mix
+        if not isinstance(weighted, bool):
+            raise ValueError(f"weighted={weighted!r}: expected True or False")
+        self._weighted = weighted
         self._schedule = Schedule(every, fragments, delay)
+        self._work = [0] * fragments
+        """Of each fragment, the work that this rank has counted since its last exchange."""
         self._compressor: tuple[str, Mapping[str, Any], float] = (compressor, options, residual_decay)
         rule_of(*self._compressor)  # raises for a wrong argument
         self._process_group = process_group
@@ -269,7 +278,7 @@ class LocalSteps(Optimizer):
                 each.apply(self._mix)
         if fragment is not None:
             chosen = self._fragments[fragment]
-            chosen.start(step, step + self._schedule.delay, every, self._outer_step())
+            chosen.start(step, step + self._schedule.delay, every, self._outer_step(), self._weight(fragment))
             if not self._schedule.delay:
                 chosen.apply(self._mix)
         return loss
@@ -285,6 +294,37 @@ class LocalSteps(Optimizer):
             self.inner.step()
         else:
             self._skipped_steps += 1
+
+    def count(self, work: int) -> None:
+        """Count work of this rank for `weighted=True`: the tokens or examples of a batch. Call it once per batch.
+
+        A rank that has no data in a step calls `step()` all the same, without gradients, and counts nothing.
+
+        Raises:
+            RuntimeError: without `weighted=True`.
+            ValueError: if it is not a number of at least 0.
+        """
+        if not self._weighted:
+            raise RuntimeError("count() of a LocalSteps that does not weigh updates: make it with weighted=True")
+        if not is_integer(work, 0, INT64_MAX):
+            raise ValueError(f"work={work!r}: expected a number of tokens or examples, an integer of at least 0")
+        self._work = [before + work for before in self._work]
+
+    def _weight(self, fragment: int) -> float:
+        """The weight of this rank's update in an exchange that begins. All ranks call it.
+
+        Raises:
+            RuntimeError: on every rank, if none of them has counted any work.
+        """
+        if not self._weighted:
+            return 1.0
+        own, self._work[fragment] = self._work[fragment], 0
+        of_ranks = self._peers.gather_integer(own, "the work of all ranks", self._schedule.step)
+        if not any(of_ranks):
+            raise RuntimeError(
+                "weighted=True, but no rank has counted work since the last exchange: call count(tokens) for each batch"
+            )
+        return len(of_ranks) * own / sum(of_ranks)
 
     def _params(self) -> list[Tensor]:
         return [p for group in self.inner.param_groups for p in group["params"]]
@@ -378,6 +418,7 @@ class LocalSteps(Optimizer):
             "fragments": schedule.fragments,
             "delay": schedule.delay,
             "mix": self._mix,
+            "weighted": self._weighted,
             "outer_lr": float(self.outer_lr),
             "outer_momentum": float(self.outer_momentum),
             "the number of inner steps": schedule.step,
@@ -418,8 +459,8 @@ class LocalSteps(Optimizer):
                 if fragment.due is not None:
                     fragment.apply(self._mix)
             step, every = self._schedule.step, self._schedule.length
-            for fragment in self._fragments:
-                fragment.start(step, step, every, self._outer_step())
+            for number, fragment in enumerate(self._fragments):
+                fragment.start(step, step, every, self._outer_step(), self._weight(number))
                 fragment.apply(0.0)
             self._schedule.restart()
         if model is not None:
@@ -489,6 +530,7 @@ class LocalSteps(Optimizer):
             "outer_lr": float(self.outer_lr),
             "outer_momentum": float(self.outer_momentum),
             "skipped_steps": self._skipped_steps,
+            "work": list(self._work),
             "fragments": [],
             "parameters": None,
         }
@@ -516,6 +558,7 @@ class LocalSteps(Optimizer):
         self._schedule.load(own)
         self.outer_lr, self.outer_momentum = own["outer_lr"], own["outer_momentum"]
         self._skipped_steps = own["skipped_steps"]
+        self._work = [int(work) for work in own["work"]]
         # Other ranks may have loaded another state, or none: agree again.
         self._agreed = False
         if not own["step"]:
@@ -533,12 +576,17 @@ class LocalSteps(Optimizer):
         if not isinstance(state_dict, dict):
             raise TypeError(f"state_dict is {type(state_dict).__name__}, expected a dict, as state_dict() returns it")
         own = state_dict.get(_OWN)
-        if not isinstance(own, dict) or not {"rank", "world_size", "fragments", "parameters"} <= own.keys():
+        if not isinstance(own, dict) or not {"rank", "world_size", "work", "fragments", "parameters"} <= own.keys():
             raise ValueError(
                 f"the state dict has {sorted(map(str, state_dict))}: expected that of a LocalSteps, with {_OWN!r}. To "
                 "begin local steps from the state of a plain optimizer, load it into the inner optimizer"
             )
         Schedule.check(own)
+        if len(own["work"]) != self._schedule.fragments:
+            raise ValueError(
+                f"the state dict has {len(own['work'])} fragments, this LocalSteps {self._schedule.fragments}: "
+                "expected the same `fragments`"
+            )
         if not own["step"]:
             return
         peers = Peers.of(self._process_group)
@@ -550,11 +598,6 @@ class LocalSteps(Optimizer):
             )
         self._peers = peers
         self._build()
-        if len(own["fragments"]) != len(self._fragments):
-            raise ValueError(
-                f"the state dict has {len(own['fragments'])} fragments, this LocalSteps {len(self._fragments)}: "
-                "expected the same `fragments`"
-            )
         for number, (fragment, saved) in enumerate(zip(self._fragments, own["fragments"], strict=True)):
             fragment.check(saved)
             if own["parameters"] is not None:

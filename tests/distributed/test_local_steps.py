@@ -33,8 +33,11 @@ CASES: dict[str, dict[str, Any]] = {
     "a schedule": {"every": [2, 3, 1, 8].__getitem__, "compressor": "int8"},
     "dense": {"every": 4, "compressor": "none", "outer_lr": 0.7, "outer_momentum": 0.9},
     "streaming": {"every": 6, "compressor": "int4", "fragments": 3, "delay": 2, "mix": 0.25},
+    "weighted": {"every": 4, "compressor": "int4", "weighted": True, "fragments": 2},
     "delay": {"every": 5, "compressor": "none", "delay": 4},
 }
+WORK = (3, 0, 4)
+"""Of each rank in a step, in the case "weighted"."""
 DEFAULTS = {"outer_lr": 0.7, "outer_momentum": 0.9}
 
 
@@ -79,6 +82,8 @@ def trajectories(rank: int, world_size: int) -> dict[str, list[list[Tensor]]]:
         opt = thinwire.LocalSteps(Given(params), **case)
         steps = []
         for step in range(STEPS):
+            if "weighted" in case:
+                opt.count(WORK[rank])
             take_step(opt, params, rank, step)
             steps.append([p.detach().clone() for p in params])
         opt.close()
@@ -106,6 +111,8 @@ def oracle_of(case: Mapping[str, Any], workers: int) -> Oracle:
 
         return average
 
+    if options.pop("weighted", False):
+        options["work"] = WORK[:workers]
     parts = divide([torch.empty(shape) for shape in SHAPES], options.pop("fragments", 1))
     length = every if callable(every) else lambda _: every
     return Oracle(params, workers, [(part, averaging(part)) for part in parts], every=cast(Any, length), **options)
@@ -140,6 +147,8 @@ def batch(rank: int, step: int) -> Tensor:
 
 def train(opt: thinwire.LocalSteps, model: nn.Module, rank: int, steps: range) -> None:
     for step in steps:
+        if opt._weighted:
+            opt.count(rank + step)
         model(batch(rank, step)).square().mean().backward()
         opt.step()
         opt.zero_grad()
@@ -195,7 +204,7 @@ def check_bytes(rank: int, world_size: int) -> None:
 
 
 RESUMED: dict[str, dict[str, Any]] = {
-    "in the middle of an interval": {"every": 7, "compressor": "int4", "residual_decay": 0.9},
+    "in the middle of an interval": {"every": 7, "compressor": "int4", "residual_decay": 0.9, "weighted": True},
     "with a fragment in flight": {"every": 6, "compressor": "int2", "fragments": 2, "delay": 2, "mix": 0.5},
 }
 
@@ -415,18 +424,23 @@ def misuse(rank: int, world_size: int) -> dict[str, str]:
     first = rank == 0
     ddp, compressed = DistributedDataParallel(net()), DistributedDataParallel(net())
     thinwire.compress(compressed, "int4")
+    attached = DistributedDataParallel(net())
+    thinwire.attach(attached, thinwire.Birder(attached.parameters(), lr=1e-3))
     other = net()
     with torch.no_grad():
         next(other.parameters())[0, 0] += rank
     cases: dict[str, tuple[Callable[[nn.Module], thinwire.LocalSteps], nn.Module]] = {
         "DDP": (lambda m: steps(inner(m)), ddp),
         "compress": (lambda m: steps(inner(m)), compressed),
+        "attach": (lambda m: steps(inner(m)), attached),
         "every": (lambda m: steps(inner(m), every=30 if first else 20), net()),
         "compressor": (lambda m: steps(inner(m), compressor="int4" if first else "int8"), net()),
         "option": (lambda m: steps(inner(m), block=64 if first else 32), net()),
         "lr": (lambda m: steps(inner(m, 0.1 if first else 0.2)), net()),
         "outer_lr": (lambda m: steps(inner(m), outer_lr=1.0 if first else 0.7), net()),
         "class": (lambda m: steps(inner(m) if first else torch.optim.Adam(m.parameters(), lr=1e-2)), net()),
+        "weighted": (lambda m: steps(inner(m), weighted=first), net()),
+        "nothing counted": (lambda m: steps(inner(m), every=1, weighted=True), net()),
         "schedule": (lambda m: steps(inner(m), every=lambda k: 0 if first else 3), net()),
         "values": (lambda m: steps(inner(m)), other),
     }
@@ -458,12 +472,15 @@ def test_misuse_is_refused_on_every_rank() -> None:
     expected = {
         "DDP": "DistributedDataParallel averages the gradients of ranks 0, 1 in every backward",
         "compress": "thinwire.compress averages the gradients",
+        "attach": "its parameters are attached to another optimizer (Birder)",
         "every": "ranks disagree on every: 30 on rank 0; 20 on rank 1",
         "compressor": "ranks disagree on the compressor: 'int4' on rank 0; 'int8' on rank 1",
         "option": "ranks disagree on block: 64 on rank 0; 32 on rank 1",
         "lr": "ranks disagree on lr of parameter group 0 of the inner optimizer: 0.1 on rank 0; 0.2 on rank 1",
         "outer_lr": "ranks disagree on outer_lr: 1.0 on rank 0; 0.7 on rank 1",
         "class": "ranks disagree on the class of the inner optimizer: 'SGD' on rank 0; 'Adam' on rank 1",
+        "weighted": "ranks disagree on weighted: True on rank 0; False on rank 1",
+        "nothing counted": "weighted=True, but no rank has counted work since the last exchange",
         "schedule": "every(0)=0: expected a number of inner steps, at least 1",
         "values": "ranks disagree on the checksum of the values of parameter 0",
     }

@@ -28,7 +28,10 @@ def mean(updates: list[Arrays]) -> Arrays:
 
 
 class LocalSteps:
-    """`fragments` has for each fragment the indices of its parameters, and the function that averages them."""
+    """`fragments` has for each fragment the indices of its parameters, and the function that averages them.
+
+    `work` has for each worker how much it does in a step, for an average that is weighted by it.
+    """
 
     def __init__(
         self,
@@ -41,6 +44,7 @@ class LocalSteps:
         outer_momentum: float,
         delay: int = 0,
         mix: float = 0.0,
+        work: Sequence[int] | None = None,
     ) -> None:
         self.theta = [[p.copy() for p in params] for _ in range(workers)]
         self.reference = [p.copy() for p in params]
@@ -49,6 +53,7 @@ class LocalSteps:
         self.eta, self.mu, self.alpha = np.float32(outer_lr), np.float32(outer_momentum), np.float32(mix)
         self.rest = np.float32(1.0 - mix)
         self.delay = delay
+        self.weights = [workers * own / sum(work) for own in work] if work is not None else None
         self.step_number = self.interval = self.begun = 0
         self.pending: list[tuple[int, int, Arrays]] = []
         """The step after which an average is applied, its fragment, and the average."""
@@ -71,6 +76,8 @@ class LocalSteps:
     def send(self, number: int, due: int) -> None:
         indices, average = self.fragments[number]
         updates = [[self.reference[i] - theta[i] for i in indices] for theta in self.theta]
+        if self.weights is not None:
+            updates = [[np.float32(w) * u for u in own] for w, own in zip(self.weights, updates, strict=True)]
         self.pending.append((due, number, average(updates)))
 
     def apply_due(self) -> None:

@@ -41,6 +41,9 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a delay of all steps": (lambda: thinwire.LocalSteps(sgd(), every=6, delay=6), ValueError, "expected at most 5"),
     "fragments": (lambda: thinwire.LocalSteps(sgd(), every=3, fragments=4), ValueError, "at least one inner step per"),
     "decay": (lambda: thinwire.LocalSteps(sgd(), residual_decay=2.0), ValueError, r"residual_decay=2.0: expected"),
+    "weighted": (lambda: thinwire.LocalSteps(sgd(), weighted=2), ValueError, "weighted=2: expected True or False"),  # type: ignore[arg-type]
+    "count": (lambda: thinwire.LocalSteps(sgd()).count(1), RuntimeError, "make it with weighted=True"),
+    "work": (lambda: thinwire.LocalSteps(sgd(), weighted=True).count(-1), ValueError, "work=-1: expected a number of"),
     "inner": (lambda: thinwire.LocalSteps(nn.Linear(1, 1)), TypeError, "expected a torch.optim.Optimizer"),  # type: ignore[arg-type]
     "one of ours": (
         lambda: thinwire.LocalSteps(thinwire.Birder([nn.Parameter(torch.ones(3))], lr=0.1)),

@@ -116,7 +116,7 @@ class Fragment:
 
     # An exchange -----------------------------------------------------------------------------------------------------
 
-    def start(self, step: int, due: int, every: int, outer: OuterStep) -> None:
+    def start(self, step: int, due: int, every: int, outer: OuterStep, weight: float = 1.0) -> None:
         """Encode how far the parameters have moved. All ranks call this after the same inner step.
 
         Args:
@@ -124,6 +124,7 @@ class Fragment:
             due: the number of inner steps after which it is applied.
             every: the length of the interval.
             outer: the numbers of the outer step.
+            weight: what the update of this rank is multiplied by; its mean over all ranks is 1.
         """
         averager = self.averager
         averager.agree_on(outer_lr=outer.lr, outer_momentum=outer.momentum, every=every, inner_steps=step)
@@ -135,6 +136,8 @@ class Fragment:
             else:
                 # Not minus the reference itself: it has more digits than the parameter began with.
                 moved.copy_(reference.to(p.dtype)).sub_(p)
+            if weight != 1.0:
+                update.mul_(weight)
             # A parameter that did not move is not in the packets: signs have no zero.
             averager.add(reference, update, present=_has_values(update))
         self._own_square = _dot(self.update, self.update)
