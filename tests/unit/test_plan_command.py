@@ -34,7 +34,7 @@ for step in range(1_000_000):
 """
 
 
-def _run(*arguments: str) -> tuple[int, str]:
+def _run(*arguments: str | Path) -> tuple[int, str]:
     result = CliRunner().invoke(app, ["plan", *map(str, arguments)], env={"COLUMNS": "120"})
     # Messages are wrapped in a box.
     return result.exit_code, " ".join(result.output.replace("│", " ").split())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -10,11 +11,13 @@ from rich.console import Console
 
 from thinwire.cli.options import integer, number, output_file
 from thinwire.cli.plan import inputs
-from thinwire.cli.plan.tables import as_json, print_plan
+from thinwire.cli.plan.ranks import RanksDisagree, launched
+from thinwire.cli.plan.tables import as_json, print_links, print_plan
 from thinwire.planning.calibration import quick_costs
 from thinwire.planning.cluster import LOOPBACK, NVLINK, Cluster, Link
 from thinwire.planning.costs import GPUS, Costs
-from thinwire.planning.prediction import make_plan
+from thinwire.planning.links import Links, LinkTimedOut
+from thinwire.planning.prediction import Plan, make_plan
 from thinwire.planning.workload import Workload
 from thinwire.testbed import TestbedUnavailable
 from thinwire.testbed.supervisor import ChildError
@@ -59,19 +62,34 @@ def plan(
 ) -> None:
     """Predict what each method gains on your model and your network, and say which one to use.
 
-    E.g. ``thinwire plan --params 110e6 --step-ms 180 --link 1gbit --hosts 8 --gpus-per-host 8``
+    E.g. ``thinwire plan --params 110e6 --step-ms 180 --link 1gbit --hosts 8 --gpus-per-host 8``. Under torchrun, and
+    without --link, the links between the hosts are measured.
     """
     if validate:
         _validate(json)
         return
-    cluster = _cluster(link, latency, half_duplex, hosts, gpus_per_host, ranks_per_host, cores, spread)
-    costs = _costs(gpus_per_host, gpu)
-    workload = _workload(script, params, step_ms, model)
-    try:
-        made = make_plan(workload, cluster, costs, every=(local_steps,), flat=flat)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+    with launched() as ranks:
+        try:
+            links = ranks.measure_links() if ranks is not None and link is None else None
+            if links is None:
+                cluster = _cluster(link, latency, half_duplex, hosts, gpus_per_host, ranks_per_host, cores, spread)
+            else:
+                cluster = _measured_cluster(links, gpus_per_host)
+            costs = _costs(gpus_per_host, gpu)
+            workload = _workload(script, params, step_ms, model)
+            if ranks is not None:
+                workload = ranks.agree(workload)
+            made = make_plan(workload, cluster, costs, every=(local_steps,), flat=flat)
+        except (ValueError, LinkTimedOut, RanksDisagree) as error:
+            raise typer.BadParameter(str(error)) from None
+    if ranks is None or ranks.rank == 0:
+        _report(made, costs, links, json, html)
+
+
+def _report(made: Plan, costs: Costs, links: Links | None, json: Path | None, html: Path | None) -> None:
     console = Console()
+    if links is not None:
+        print_links(console, links)
     print_plan(console, made)
     if json is not None:
         json.write_text(as_json(made), encoding="utf-8")
@@ -83,6 +101,14 @@ def plan(
     for path in (json, html):
         if path is not None:
             console.print(f"Wrote {path}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _measured_cluster(links: Links, gpus_per_host: int | None) -> Cluster:
+    """With the ranks per host that torchrun has started; --gpus-per-host only says that they have a GPU each."""
+    cluster = links.cluster()
+    if gpus_per_host is None:
+        return cluster
+    return replace(cluster, node_link=NVLINK, all_reduce="nccl", cores=None)
 
 
 def _validate(json: Path | None) -> None:

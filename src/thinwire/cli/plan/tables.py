@@ -11,8 +11,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from thinwire.cli.step.words import seconds
+from thinwire.cli.step import words
 from thinwire.planning.cluster import Cluster, Link
+from thinwire.planning.links import Links
 from thinwire.planning.prediction import Plan, Prediction
 
 COLUMNS = ("method", "sent MB", "step ms", "compute", "wait", "work", "speed", "state GB", "loss")
@@ -46,7 +47,7 @@ def link_words(link: Link) -> str:
         for size, unit in ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s"), (1.0, "bit/s"))
         if link.bits_per_second >= size or size == 1.0
     )
-    return f"links of {rate}, latency {seconds(link.latency) if link.latency else '0'}{duplex}"
+    return f"links of {rate}, latency {words.seconds(link.latency) if link.latency else '0'}{duplex}"
 
 
 def cluster_words(cluster: Cluster) -> str:
@@ -72,6 +73,21 @@ def print_plan(console: Console, plan: Plan) -> None:
     console.print(plan.answer, style="bold", markup=False, highlight=False, soft_wrap=True)
     if plan.recommended is not None:
         console.print(plan.recommended.lines, markup=False, highlight=False, soft_wrap=True)
+
+
+def print_links(console: Console, links: Links) -> None:
+    """What was measured between hosts."""
+    sizes = sorted(links.pairs[0].bits_per_second)
+    title = f"Measured links of {links.hosts} hosts, in Mbit/s by the size of a message"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for column in ("from", "to", "latency", "jitter", *(f"{size >> 10} KiB" for size in sizes)):
+        table.add_column(column, justify="right")
+    for pair in links.pairs:
+        rates = (_three_digits(pair.bits_per_second[size] / 1e6) for size in sizes)
+        table.add_row(
+            str(pair.sender), str(pair.receiver), words.seconds(pair.latency), words.seconds(pair.jitter), *rates
+        )
+    console.print(table)
 
 
 def notes(plan: Plan) -> list[str]:
