@@ -1,100 +1,55 @@
-"""Checkpoints of Accelerate, Lightning and Trainer, which save the optimizer of rank 0: resumed on all ranks, to the
-bit."""
+"""Checkpoints of Accelerate, Lightning, Fabric and Trainer through `thinwire.integrations`: resumed to the bit.
+
+Every optimizer and two compressors, with gradient accumulation and dropout. Accelerate and Lightning save in the middle
+of an accumulation, when ZeroOneAdam has taken a local step.
+"""
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-import os
 import warnings
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from tests.distributed.common import FRAMEWORKS, by_case, digest, each_case, token_loss, token_net
-from tests.distributed.stages import make
+from tests.distributed.common import FRAMEWORKS, by_case, digest, each_case, token_loss
+from tests.distributed.framework_runs import (
+    COMPRESSORS,
+    MICROBATCHES,
+    OPTIMIZERS,
+    SECONDS,
+    DroppingNet,
+    as_torchrun_does,
+    dropping_net,
+    needs,
+)
 from tests.harness import run_ranks
 from thinwire import checkpoint
-from thinwire.optimizers.optimizer import WireOptimizer
 
 SAVED_AT, STEPS = 15, 19
 """ZeroOneAdam's step 15 is a local one."""
-OPTIMIZERS: Mapping[str, Callable[..., Any]] = {
-    "Birder": functools.partial(thinwire.Birder, lr=0.01),
-    "CDAdam": functools.partial(thinwire.CDAdam, lr=0.01),
-    "OneBitAdam": functools.partial(make, "OneBitAdam"),
-    "ZeroOneAdam": functools.partial(make, "ZeroOneAdam"),
-}
-SECONDS = 150.0
+SAVED_IN = MICROBATCHES * SAVED_AT
+"""The first backward after step 15, in whose middle Accelerate and Lightning save."""
+CASES = {name: name for name in (*OPTIMIZERS, *COMPRESSORS)}
 
 
-def needs(framework: str) -> pytest.MarkDecorator:
-    missing = importlib.util.find_spec(framework) is None
-    return pytest.mark.skipif(missing, reason=f"{framework} is not installed: pip install '.[integrations]'")
+def adamw(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=0.01)
 
 
-def as_torchrun_does(rank: int, world_size: int) -> None:
-    """Set what frameworks read to learn that they were launched by torchrun. The process group exists already."""
-    settings = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": world_size}
-    settings |= {"LOCAL_WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1, "TORCHELASTIC_RUN_ID": 1}
-    os.environ.update({name: str(value) for name, value in settings.items()})
-    warnings.filterwarnings("ignore", module=r"accelerate|lightning|torch|transformers")
+def assert_resumed(results: list[dict[str, Any]], ways: tuple[str, ...] = ("resumed",)) -> None:
+    """Every rank moved, in every step, as the others did and as the run that was never stopped.
 
-
-# Accelerate -----------------------------------------------------------------------------------------------------------
-
-
-class AcceleratedRun:
-    def __init__(self, name: str, rank: int) -> None:
-        from accelerate import Accelerator
-
-        self.rank, self.net, self.accelerator = rank, token_net(), Accelerator(cpu=True)
-        self.optimizer = OPTIMIZERS[name](self.net.parameters())
-        self.model, self.wrapped = self.accelerator.prepare(self.net, self.optimizer)
-        assert self.wrapped is not self.optimizer
-        thinwire.attach(self.model, self.optimizer)
-
-    def train(self, steps: range) -> list[str]:
-        replicas = []
-        for step in steps:
-            self.accelerator.backward(token_loss(self.model, self.rank, step))
-            self.wrapped.step()
-            self.wrapped.zero_grad()
-            replicas.append(digest(self.net.parameters()))
-        return replicas
-
-
-def through_accelerate(rank: int, world_size: int, name: str, path: Path) -> dict[str, Any]:
-    first = AcceleratedRun(name, rank)
-    first.accelerator.register_save_state_pre_hook(lambda *_: first.optimizer.consolidate_state_dict())
-    first.train(range(SAVED_AT))
-    first.accelerator.save_state(str(path / name / "state"))
-    checkpoint.save(path / name / "own", first.model, first.wrapped, SAVED_AT)
-    never_stopped = first.train(range(SAVED_AT, STEPS))
-    second, third = AcceleratedRun(name, rank), AcceleratedRun(name, rank)
-    second.accelerator.load_state(str(path / name / "state"))
-    checkpoint.load(path / name / "own", third.model, third.wrapped)
-    saved = torch.load(path / name / "state" / "optimizer.bin", weights_only=True)
-    assert checkpoint.load_state_dict(third.wrapped, saved)
-    runs = {"state": second.train(range(SAVED_AT, STEPS)), "own": third.train(range(SAVED_AT, STEPS))}
-    return {"never stopped": never_stopped, **runs}
-
-
-def warned_by_accelerate(rank: int, path: Path) -> list[str]:
-    """What is told, at which line, if nobody consolidates."""
-    run = AcceleratedRun("Birder", rank)
-    run.train(range(1))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            run.accelerator.save_state(str(path / "alone"))
-    return about_rank_zero(caught)
+    Except ZeroOneAdam in its local steps.
+    """
+    for name, ranks in by_case(results).items():
+        for runs in ranks:
+            assert len(set(runs["never stopped"])) == STEPS - SAVED_AT, name
+            assert name == "ZeroOneAdam" or runs == ranks[0], name
+            for way in ways:
+                assert runs[way] == runs["never stopped"], (name, way)
 
 
 def about_rank_zero(caught: list[warnings.WarningMessage]) -> list[str]:
@@ -104,22 +59,83 @@ def about_rank_zero(caught: list[warnings.WarningMessage]) -> list[str]:
     return [str(warning.message) for warning in mine]
 
 
-def in_accelerate(rank: int, world_size: int, path: Path) -> tuple[dict[str, Any], list[str]]:
+# Accelerate -----------------------------------------------------------------------------------------------------------
+
+
+class AcceleratedRun:
+    def __init__(self, name: str, rank: int, *, integrated: bool = True) -> None:
+        from accelerate import Accelerator
+
+        from thinwire.integrations import accelerate as integration
+
+        self.rank, self.net = rank, dropping_net(rank)
+        self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=MICROBATCHES)
+        optimizer = adamw(self.net) if name in COMPRESSORS else OPTIMIZERS[name](self.net.parameters())
+        if name not in COMPRESSORS and integrated:
+            integration.attach(self.accelerator, self.net, optimizer)
+        self.model, self.optimizer = self.accelerator.prepare(self.net, optimizer)
+        assert self.optimizer is not optimizer
+        if name in COMPRESSORS:
+            integration.compress(self.accelerator, self.model, name)
+        elif not integrated:
+            thinwire.attach(self.model, self.optimizer)
+
+    def train(self, batches: range, save: Path | None = None) -> list[str]:
+        """What each step leaves. With `save`, saves in the middle of a step."""
+        replicas = []
+        # A data loader draws a random number when it starts.
+        for batch in torch.utils.data.DataLoader(batches, batch_size=None):  # type: ignore[arg-type]
+            with self.accelerator.accumulate(self.model):
+                self.accelerator.backward(token_loss(self.model, self.rank, batch))
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            if self.accelerator.sync_gradients:
+                replicas.append(digest(self.net.parameters()))
+            elif save is not None and batch == SAVED_IN:
+                self.accelerator.save_state(str(save))
+        return replicas
+
+
+def through_accelerate(rank: int, world_size: int, name: str, path: Path) -> dict[str, Any]:
+    first, second = AcceleratedRun(name, rank), AcceleratedRun(name, rank)
+    never_stopped = first.train(range(MICROBATCHES * STEPS), save=path / name)
+    second.accelerator.load_state(str(path / name))
+    resumed = second.train(range(SAVED_IN + 1, MICROBATCHES * STEPS))
+    return {"never stopped": never_stopped[SAVED_AT:], "resumed": resumed}
+
+
+def own_checkpoint_of_wrapped_objects(rank: int, path: Path) -> bool:
+    """`thinwire.checkpoint` takes what Accelerate hands out."""
+    runs = AcceleratedRun("Birder", rank), AcceleratedRun("Birder", rank)
+    runs[0].train(range(MICROBATCHES))
+    checkpoint.save(path / "own", runs[0].model, runs[0].optimizer, 1)
+    found = checkpoint.load(path / "own", runs[1].model, runs[1].optimizer)
+    return found is not None and digest(runs[0].net.parameters()) == digest(runs[1].net.parameters())
+
+
+def warned_by_accelerate(rank: int, path: Path) -> list[str]:
+    """What is told, at which line, if nobody consolidates."""
+    run = AcceleratedRun("Birder", rank, integrated=False)
+    run.train(range(MICROBATCHES))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            run.accelerator.save_state(str(path / "alone"))
+    return about_rank_zero(caught)
+
+
+def in_accelerate(rank: int, world_size: int, path: Path) -> tuple[dict[str, Any], list[str], bool]:
     as_torchrun_does(rank, world_size)
-    return each_case(rank, world_size, through_accelerate, {name: name for name in OPTIMIZERS}, path), (
-        warned_by_accelerate(rank, path)
-    )
+    cases = each_case(rank, world_size, through_accelerate, CASES, path)
+    return cases, warned_by_accelerate(rank, path), own_checkpoint_of_wrapped_objects(rank, path)
 
 
 @needs("accelerate")
 def test_accelerate(tmp_path: Path) -> None:
     results = run_ranks(in_accelerate, 2, tmp_path, timeout=SECONDS, preload=FRAMEWORKS)
-    for name, ranks in by_case([of_rank for of_rank, _ in results]).items():
-        for runs in ranks:
-            assert len(set(runs["never stopped"])) == STEPS - SAVED_AT
-            for way in ("state", "own"):
-                assert runs[way] == runs["never stopped"], (name, way)
-    told = [warnings_of_rank for _, warnings_of_rank in results]
+    assert_resumed([cases for cases, _, _ in results])
+    assert all(loaded for _, _, loaded in results)
+    told = [warnings_of_rank for _, warnings_of_rank, _ in results]
     assert [len(of_rank) for of_rank in told] == [1, 0]
     assert told[0][0].startswith("accelerate saves the optimizer state of rank 0 only, and each rank has its own")
 
@@ -127,121 +143,149 @@ def test_accelerate(tmp_path: Path) -> None:
 # Lightning ------------------------------------------------------------------------------------------------------------
 
 
-def lightning_module(name: str, rank: int) -> Any:
+def fit(name: str, rank: int, path: Path, ckpt_path: Path | None) -> list[str]:
+    """What each step leaves. Saves after the first backward of a step."""
     import lightning
+
+    from thinwire.integrations.lightning import ThinwireStrategy
 
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.net = token_net()
+            self.net = dropping_net(rank)
             self.replicas: list[str] = []
-            self.steps: list[int] = []
-
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            return self.net(tokens)
 
         def configure_optimizers(self) -> Any:
-            return OPTIMIZERS[name](self.parameters())
+            return adamw(self) if name in COMPRESSORS else OPTIMIZERS[name](self.parameters())
 
-        def on_train_start(self) -> None:
-            model, (optimizer,) = self.trainer.strategy.model, self.trainer.optimizers
-            assert isinstance(model, DistributedDataParallel)
-            assert isinstance(optimizer, WireOptimizer)
-            thinwire.attach(model, optimizer)
-
-        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
             # Not the batch: Lightning begins with the first one again.
-            return token_loss(self, rank, self.trainer.global_step)
+            return token_loss(self.net, rank, batch_idx)
 
         def on_train_batch_end(self, outputs: Any, batch: torch.Tensor, batch_idx: int) -> None:
-            self.replicas.append(digest(self.net.parameters()))
-            self.steps.append(self.trainer.global_step)
+            if (batch_idx + 1) % MICROBATCHES == 0:
+                self.replicas.append(digest(self.net.parameters()))
+            elif batch_idx == SAVED_IN and ckpt_path is None:
+                self.trainer.save_checkpoint(path)
 
-    return Module()
-
-
-def fit(name: str, rank: int, path: Path, ckpt_path: Path | None) -> Any:
-    import lightning
-    from lightning.pytorch.callbacks import ModelCheckpoint
-
-    module = lightning_module(name, rank)
-    save = ModelCheckpoint(path, filename="{step}", every_n_train_steps=SAVED_AT, save_top_k=-1)
+    module = Module()
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=2,
-        strategy="ddp",
+        strategy=ThinwireStrategy(name if name in COMPRESSORS else None),
+        accumulate_grad_batches=MICROBATCHES,
         max_steps=STEPS,
-        callbacks=[] if ckpt_path else [save],
-        enable_checkpointing=not ckpt_path,
+        enable_checkpointing=False,
         **dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "use_distributed_sampler"), False),
     )
-    batches = torch.utils.data.DataLoader(list(range(STEPS)), batch_size=None)  # type: ignore[arg-type]
+    batches = torch.utils.data.DataLoader(list(range(MICROBATCHES * STEPS)), batch_size=None)  # type: ignore[arg-type]
     trainer.fit(module, batches, ckpt_path=ckpt_path and str(ckpt_path), weights_only=True)
-    return module
+    return module.replicas
 
 
 def through_lightning(rank: int, world_size: int, name: str, path: Path) -> dict[str, Any]:
-    first = fit(name, rank, path / name, None)
-    (saved,) = (path / name).glob("*.ckpt")
-    second = fit(name, rank, path / name, saved)
-    assert second.steps == list(range(SAVED_AT + 1, STEPS + 1))
-    return {"never stopped": first.replicas[SAVED_AT:], "resumed": second.replicas}
+    never_stopped = fit(name, rank, path / f"{name}.ckpt", None)
+    return {"never stopped": never_stopped[SAVED_AT:], "resumed": fit(name, rank, path, path / f"{name}.ckpt")}
 
 
-def in_lightning(rank: int, world_size: int, path: Path) -> dict[str, Any]:
+class FabricRun:
+    """Fabric needs no integration: it saves what has a state, and consolidates optimizers."""
+
+    def __init__(self, name: str, rank: int) -> None:
+        from lightning.fabric import Fabric
+
+        self.rank, self.net = rank, dropping_net(rank)
+        self.fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+        self.fabric.launch()
+        optimizer = adamw(self.net) if name in COMPRESSORS else OPTIMIZERS[name](self.net.parameters())
+        self.model, self.optimizer = self.fabric.setup(self.net, optimizer)
+        self.state: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
+        if name in COMPRESSORS:
+            self.state["compression"] = thinwire.compress(self.model, name)
+        else:
+            thinwire.attach(self.model, self.optimizer)
+
+    def train(self, steps: range) -> list[str]:
+        replicas = []
+        for step in steps:
+            torch.manual_seed(1000 * self.rank + step)  # dropout: Fabric leaves random numbers to its user
+            for batch in range(MICROBATCHES):
+                with self.fabric.no_backward_sync(self.model, enabled=batch < MICROBATCHES - 1):
+                    self.fabric.backward(token_loss(self.model, self.rank, MICROBATCHES * step + batch))
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            replicas.append(digest(self.net.parameters()))
+        return replicas
+
+    def save(self, path: Path) -> None:
+        if "compression" in self.state:
+            self.state["compression"].consolidate_state_dict()
+        self.fabric.save(path, self.state)
+
+
+def through_fabric(rank: int, world_size: int, name: str, path: Path) -> dict[str, Any]:
+    first, second = FabricRun(name, rank), FabricRun(name, rank)
+    first.train(range(SAVED_AT))
+    first.save(path / f"{name}.fabric")
+    second.fabric.load(path / f"{name}.fabric", second.state)
+    return {
+        "never stopped": first.train(range(SAVED_AT, STEPS)),
+        "resumed": second.train(range(SAVED_AT, STEPS)),
+    }
+
+
+def in_lightning(rank: int, world_size: int, path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     as_torchrun_does(rank, world_size)
-    return each_case(rank, world_size, through_lightning, {name: name for name in OPTIMIZERS}, path)
+    return (
+        each_case(rank, world_size, through_lightning, CASES, path),
+        each_case(rank, world_size, through_fabric, CASES, path),
+    )
 
 
 @needs("lightning")
 def test_lightning(tmp_path: Path) -> None:
     results = run_ranks(in_lightning, 2, tmp_path, timeout=SECONDS, preload=FRAMEWORKS)
-    for name, ranks in by_case(results).items():
-        for runs in ranks:
-            assert len(set(runs["never stopped"])) == STEPS - SAVED_AT
-            assert runs["resumed"] == runs["never stopped"], name
+    for of_one in zip(*results, strict=True):
+        assert_resumed(list(of_one))
 
 
 # Trainer --------------------------------------------------------------------------------------------------------------
 
 
-class WithLoss(nn.Module):
+class WithLoss(DroppingNet):
     """What Trainer trains: a model that returns its loss."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = token_net()
-
-    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"loss": nn.functional.cross_entropy(self.net(tokens), labels)}
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        return {"loss": nn.functional.cross_entropy(super().forward(tokens), labels)}
 
 
-def trained_by_trainer(name: str, path: Path, *, consolidate: bool, resume: bool) -> tuple[list[str], list[str]]:
+def trained_by_trainer(
+    name: str, path: Path, *, integrated: bool = True, resume: bool = False
+) -> tuple[list[str], list[str]]:
     """The digests after each step, and what is told about the state of rank 0."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
+    from thinwire.integrations.transformers import ThinwireCallback
+
+    torch.manual_seed(0)
     model, replicas = WithLoss(), []
-    optimizer = OPTIMIZERS[name](model.parameters())
+    optimizer = None if name in COMPRESSORS else OPTIMIZERS[name](model.parameters())
 
     class Callback(TrainerCallback):
-        def on_train_begin(self, *_: Any, **__: Any) -> None:
-            assert isinstance(trainer.model_wrapped, DistributedDataParallel)
-            thinwire.attach(trainer.model_wrapped, optimizer)
-
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if consolidate and control.should_save:
-                optimizer.consolidate_state_dict()
             replicas.append(digest(model.parameters()))
 
     generator = torch.Generator().manual_seed(0)
-    tokens, labels = (torch.randint(0, 25, (400,), generator=generator) for _ in range(2))
+    tokens, labels = (torch.randint(0, 25, (800,), generator=generator) for _ in range(2))
     arguments = TrainingArguments(
         str(path),
+        learning_rate=0.01,
+        gradient_accumulation_steps=MICROBATCHES,
         max_steps=STEPS,
         save_strategy="steps",
         save_steps=SAVED_AT,
         per_device_train_batch_size=8,
-        max_grad_norm=0.0,
+        max_grad_norm=1.0 if integrated else 0.0,
         report_to=[],
         logging_strategy="no",
         disable_tqdm=True,
@@ -249,32 +293,35 @@ def trained_by_trainer(name: str, path: Path, *, consolidate: bool, resume: bool
         dataloader_pin_memory=False,
     )
     examples: Any = [{"tokens": token, "labels": label} for token, label in zip(tokens, labels, strict=True)]
-    trainer = Trainer(model, arguments, train_dataset=examples, optimizers=(optimizer, None), callbacks=[Callback()])
+    trainer = Trainer(model, arguments, train_dataset=examples, optimizers=(optimizer, None))
+    if integrated:
+        trainer.add_callback(ThinwireCallback(trainer, compressor=name if name in COMPRESSORS else None))
+    else:
+        thinwire.attach(model, optimizer)
+    trainer.add_callback(Callback())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.train(resume_from_checkpoint=str(path / f"checkpoint-{SAVED_AT}") if resume else None)
+    assert not [each for each in caught if "not as if it had never stopped" in str(each.message)]
     return replicas, about_rank_zero(caught)
 
 
 def through_trainer(rank: int, world_size: int, name: str, path: Path) -> dict[str, Any]:
-    never_stopped, told = trained_by_trainer(name, path / name, consolidate=True, resume=False)
-    resumed, _ = trained_by_trainer(name, path / name, consolidate=True, resume=True)
+    never_stopped, told = trained_by_trainer(name, path / name)
+    resumed, _ = trained_by_trainer(name, path / name, resume=True)
     return {"never stopped": never_stopped[SAVED_AT:], "resumed": resumed, "told": told}
 
 
 def in_trainer(rank: int, world_size: int, path: Path) -> tuple[dict[str, Any], list[str]]:
     as_torchrun_does(rank, world_size)
-    cases = each_case(rank, world_size, through_trainer, {name: name for name in OPTIMIZERS}, path)
-    return cases, trained_by_trainer("Birder", path / "alone", consolidate=False, resume=False)[1]
+    cases = each_case(rank, world_size, through_trainer, CASES, path)
+    return cases, trained_by_trainer("Birder", path / "alone", integrated=False)[1]
 
 
 @needs("transformers")
 @needs("accelerate")
 def test_trainer(tmp_path: Path) -> None:
     results = run_ranks(in_trainer, 2, tmp_path, timeout=SECONDS, preload=FRAMEWORKS)
-    for name, ranks in by_case([of_rank for of_rank, _ in results]).items():
-        for runs in ranks:
-            assert len(set(runs["never stopped"])) == STEPS - SAVED_AT
-            assert runs["resumed"] == runs["never stopped"], name
-            assert runs["told"] == []
+    assert_resumed([cases for cases, _ in results])
+    assert all(not runs["told"] for cases, _ in results for runs in cases.values())
     assert [[told.partition(" saves")[0] for told in of_rank] for _, of_rank in results] == [["transformers"], []]

@@ -1,5 +1,7 @@
 """Accelerate, Transformers, Lightning and Fabric train with an attached optimizer, to the bit as the plain loop does.
 
+They also send what it sends, with `thinwire.integrations`.
+
 The ranks have what torchrun would have set. The plain loop repeats the batches that the framework has given to the net.
 """
 
@@ -7,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import itertools
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -19,7 +22,10 @@ from torch.utils.data import DataLoader, Dataset
 
 import thinwire
 from tests.distributed.common import FRAMEWORKS, MANY_CASES_SECONDS, by_case, digest, each_case, environment
-from tests.harness import run_ranks
+from tests.distributed.framework_runs import SECONDS, as_torchrun_does, needs
+from tests.distributed.test_bytes import interface_total
+from tests.harness import private_network, run_ranks
+from thinwire.testbed import TestbedUnavailable
 
 STEPS = 4
 
@@ -188,3 +194,120 @@ def test_a_framework_trains_as_the_plain_loop_does(packages: tuple[str, ...], wa
     for name, ranks in by_case(results).items():
         for of_framework, plain in ranks:
             assert of_framework == plain == ranks[0][0], name
+
+
+# Bytes ----------------------------------------------------------------------------------------------------------------
+
+FIRST, LAST = 3, 13
+"""Between these steps bytes are counted."""
+
+
+class WideNet(nn.Module):
+    """A million parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(8, 1000), nn.Tanh(), nn.Linear(1000, 1000), nn.Tanh(), nn.Linear(1000, 3))
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        return {"loss": (self.layers(x) - y).square().mean()}
+
+
+def counting(params: Any, counts: list[int]) -> thinwire.Birder:
+    """An optimizer that reads the interface after two of its steps."""
+    optimizer = thinwire.Birder(params, lr=1e-3, topology="flat")
+
+    def after_step(*_: object) -> None:
+        if optimizer.metrics().steps in (FIRST, LAST):
+            counts.append(interface_total())
+
+    optimizer.register_step_post_hook(after_step)
+    return optimizer
+
+
+def counted_plain(counts: list[int]) -> None:
+    net = WideNet()
+    optimizer = counting(net.parameters(), counts)
+    model = nn.parallel.DistributedDataParallel(net)
+    thinwire.attach(model, optimizer)
+    for batch in itertools.islice(DataLoader(Pairs(), batch_size=4), LAST):
+        model(**batch)["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def counted_in_accelerate(counts: list[int]) -> None:
+    integration = importlib.import_module("thinwire.integrations.accelerate")
+    accelerator, net = importlib.import_module("accelerate").Accelerator(cpu=True), WideNet()
+    optimizer = counting(net.parameters(), counts)
+    integration.attach(accelerator, net, optimizer)
+    model, optimizer, batches = accelerator.prepare(net, optimizer, DataLoader(Pairs(), batch_size=2))
+    for batch in itertools.islice(batches, LAST):
+        accelerator.backward(model(**batch)["loss"])
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def counted_in_trainer(counts: list[int]) -> None:
+    transformers = importlib.import_module("transformers")
+    integration = importlib.import_module("thinwire.integrations.transformers")
+    net = WideNet()
+    with tempfile.TemporaryDirectory() as directory:
+        settings = {"save_strategy": "no", "logging_strategy": "no", "report_to": [], "disable_tqdm": True}
+        arguments = transformers.TrainingArguments(
+            directory, use_cpu=True, per_device_train_batch_size=2, max_steps=LAST, **settings
+        )
+        optimizers = (counting(net.parameters(), counts), None)
+        trainer = transformers.Trainer(model=net, args=arguments, train_dataset=Pairs(), optimizers=optimizers)
+        trainer.add_callback(integration.ThinwireCallback(trainer))
+        trainer.train()
+
+
+def counted_in_lightning(counts: list[int]) -> None:
+    lightning: Any = importlib.import_module("lightning.pytorch")
+    integration = importlib.import_module("thinwire.integrations.lightning")
+
+    class Module(lightning.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = WideNet()
+
+        def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
+            return self.net(**batch)["loss"]
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return counting(self.parameters(), counts)
+
+    off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=2, strategy=integration.ThinwireStrategy(), max_steps=LAST, **off
+    )
+    trainer.fit(Module(), DataLoader(Pairs(), batch_size=2))
+
+
+COUNTED = {
+    way.__name__: way for way in (counted_plain, counted_in_accelerate, counted_in_trainer, counted_in_lightning)
+}
+
+
+def counted(rank: int, world_size: int, way: Callable[[list[int]], None]) -> int:
+    as_torchrun_does(rank, world_size)
+    counts: list[int] = []
+    way(counts)
+    assert len(counts) == 2
+    return counts[1] - counts[0]
+
+
+@needs("accelerate")
+@needs("lightning")
+@needs("transformers")
+def test_frameworks_send_what_the_plain_loop_sends() -> None:
+    try:
+        with private_network() as network:
+            ranks = run_ranks(each_case, 2, counted, COUNTED, timeout=SECONDS, network=network)
+    except TestbedUnavailable as error:
+        pytest.skip(str(error))
+    for sent in ranks:
+        for name, count in sent.items():
+            assert 0.95 < count / sent["counted_plain"] < 1.05, name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -19,13 +20,14 @@ PYTHON = [sys.executable]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
-def run(launcher: list[str], example: str, *arguments: str, cwd: Path) -> str:
+def run(launcher: list[str], example: str, *arguments: str, cwd: Path, warnings: str = "error") -> str:
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     env = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": loopback,
-        "PYTHONWARNINGS": "error",
+        "PYTHONWARNINGS": warnings,
+        "HF_HUB_OFFLINE": "1",
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
     process = subprocess.Popen(
@@ -106,3 +108,42 @@ def test_resume(tmp_path: Path) -> None:
     for directory in ("straight", "crashed"):
         saved = sorted(path.name for path in (tmp_path / directory).iterdir() if path.name != ".lock")
         assert saved == ["000003-step-150", "000004-step-200"]
+
+
+def needs(framework: str) -> pytest.MarkDecorator:
+    missing = importlib.util.find_spec(framework) is None
+    return pytest.mark.skipif(missing, reason=f"{framework} is not installed: pip install '.[integrations]'")
+
+
+@needs("lightning")
+def test_lightning(tmp_path: Path) -> None:
+    output = run(TORCHRUN, "lightning_trainer.py", cwd=tmp_path, warnings="default")  # Lightning's own
+    losses = losses_in(output)
+    assert len(losses) == 5
+    assert losses[-1] < losses[0] / 3
+    sent, dense = (float(figure.replace(",", "")) for figure in re.findall(r"[\d,]{4,}", output.splitlines()[-1]))
+    assert 28 < dense / sent < 32  # packets are small here, and headers are not
+
+
+@needs("transformers")
+@needs("accelerate")
+def test_trainer(tmp_path: Path) -> None:
+    output = run(TORCHRUN, "trainer.py", "--steps", "20", cwd=tmp_path)
+    losses = losses_in(output)
+    assert len(losses) == 2
+    assert losses[1] < losses[0]
+    sent, dense = (float(figure.replace(",", "")) for figure in re.findall(r"[\d,]{4,}", output.splitlines()[-1]))
+    assert 28 < dense / sent < 32
+
+
+@needs("accelerate")
+def test_accelerated(tmp_path: Path) -> None:
+    """Saves in the middle of an accumulation, and ends as a run that was not stopped."""
+    straight = run(TORCHRUN, "accelerated.py", cwd=tmp_path)
+    resumed = run(TORCHRUN, "accelerated.py", "--resume", cwd=tmp_path)
+    losses = losses_in(straight)
+    assert losses[-1] < losses[0] / 2
+    assert losses_in(resumed) == losses[3:]
+    ends = [re.findall(r"^parameters [0-9a-f]{16}$", output, re.MULTILINE) for output in (straight, resumed)]
+    assert len(ends[0]) == 1
+    assert ends[0] == ends[1]

@@ -81,7 +81,9 @@ class Clipping:
         self._clamped = torch.empty(clamped, dtype=torch.float32, device=layout.device)
         chunk = min(longest, CHUNK) if self.clips else 0
         self._chunk = torch.empty(chunk, dtype=torch.float32, device=layout.device)
-        return State() if self.norm is None else State(layers={SHARE: self._shares}, checks={SHARE: _fractions})
+        if self.norm is None:
+            return State()
+        return State(layers={SHARE: self._shares}, checks={SHARE: _fractions}, differing=[SHARE])
 
     def begin_step(self) -> None:
         """Compute the limits of a step from the shares."""

@@ -338,6 +338,22 @@ class WireOptimizer(Optimizer):
         self._built = True
         self._begin_step()
 
+    def _clip(self, clip_norm: float | None, clip_value: float | None) -> None:
+        """Set limits that the constructor was not given. For frameworks, which have arguments of their own for them.
+
+        Raises:
+            RuntimeError: after the first step, `attach` or `load_state_dict`: limits are part of the state.
+        """
+        if self._agreed or self._step_count > 0:
+            raise RuntimeError(
+                f"clip_norm={clip_norm!r}, clip_value={clip_value!r} for a {self._title} that is in use already. Give "
+                "them to its constructor"
+            )
+        self._clipping = Clipping(clip_norm, clip_value)
+        self._allocate()
+        for group in self.param_groups:
+            state_dicts.label(self, group)
+
     def _prepare(self, names: dict[Tensor, str] | None = None) -> None:
         """Before the first exchange, compare all settings with all ranks, then connect.
 

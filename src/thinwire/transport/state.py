@@ -63,7 +63,7 @@ class State:
     checks: dict[str, Check] = field(default_factory=dict)
     """For entries that decide what steps do next: what makes a loaded value invalid."""
     differing: list[str] = field(default_factory=list)
-    """The names in `whole` under which each rank has its own values, even while replicas are equal."""
+    """The names in `whole` and `layers` under which each rank has its own values, even while replicas are equal."""
     numbers: list[PerParameter] = field(default_factory=list)
     """Those behind `layers` that are read at the beginning of a step and written at its end."""
 
