@@ -194,10 +194,11 @@ def test_bytes_of_a_run_are_those_of_its_steps() -> None:
 
 def test_lengths_of_whole_runs() -> None:
     long, short = bench_bytes.runs(10_000), bench_bytes.runs(500)
-    assert [run.steps for run in long] == [1000, 10_000, 1000, 1000]
-    onebit, _, *others = short
+    assert [run.steps for run in long] == [1000, 1000, 10_000, 1000, 1000]
+    onebit, quantised, _, *others = short
     assert [(run.label, run.steps) for run in others] == [("CD-Adam", 50), ("SketchedAMSGrad", 50)]
-    assert onebit.settings["warmup_steps"] == 8
+    assert (onebit.settings["warmup_steps"], onebit.settings["warmup_bits"]) == (8, None)
+    assert quantised.settings["warmup_steps"] == 15
 
 
 def test_bytes_as_a_table_and_a_file(tmp_path: Path) -> None:
@@ -208,6 +209,8 @@ def test_bytes_as_a_table_and_a_file(tmp_path: Path) -> None:
     onebit = rows["1-bit Adam, 15 % warm-up"]
     assert (onebit["steps"], onebit["dense_steps"], onebit["silent_steps"]) == (20, 3, 0)
     assert onebit["ratio"] == pytest.approx(0.15 + 0.85 / 32, rel=0.02)
+    quantised = rows["1-bit Adam, 4-bit warm-up of 30 %"]
+    assert quantised["ratio"] == pytest.approx((0.3 * 4.25 + 0.7) / 32, rel=0.03)
     zero_one = rows["0/1 Adam"]
     # 16 steps in a row, 16 two apart, 16 four apart, and those eight apart up to 200.
     assert (zero_one["steps"], zero_one["dense_steps"]) == (200, 16 + 16 + 16 + 11)

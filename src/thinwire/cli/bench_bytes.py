@@ -17,7 +17,7 @@ from torch import nn
 from thinwire.cli.bench_exchange import RepeatDone
 from thinwire.cli.launch import Report
 from thinwire.cli.registry import OPTIMIZERS
-from thinwire.cli.stages import warm_up
+from thinwire.cli.stages import QUANTISED_SHARE, warm_up
 from thinwire.optimizers.optimizer import WireOptimizer
 
 _TURNS = 100
@@ -43,10 +43,17 @@ def runs(steps: int) -> list[CountedRun]:
     tenth = max(1, steps // 10)
 
     def run(name: str, steps: int, settings: dict[str, Any], note: str = "") -> CountedRun:
-        return CountedRun(OPTIMIZERS[name].label + note, OPTIMIZERS[name].optimizer, settings, steps)
+        entry = OPTIMIZERS[name]
+        return CountedRun(entry.label + note, entry.optimizer, {**entry.options, **settings}, steps)
 
     return [
         run("onebit-adam", tenth, warm_up(tenth, (0.9, 0.999)), note=", 15 % warm-up"),
+        run(
+            "onebit-adam-4bit",
+            tenth,
+            warm_up(tenth, (0.9, 0.999), QUANTISED_SHARE),
+            note=f" of {QUANTISED_SHARE:.0%}".replace("%", " %"),
+        ),
         run("zero-one-adam", steps, {}),
         run("cd-adam", tenth, {}),
         run("sketched-amsgrad", tenth, {}),
