@@ -35,6 +35,8 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
 }
 for other in (thinwire.Birder, thinwire.CDAdam, thinwire.SketchedAMSGrad, thinwire.DistributedLion):
     OPTIMIZERS[other.__name__] = functools.partial(other, lr=0.01)
+CLIPPING: dict[str, Callable[..., Any]] = {"clipping": functools.partial(OPTIMIZERS["Lamb"], clip_norm=0.1)}
+"""Its shares of the norm are all that each rank has for itself."""
 SAVED_AT, STEPS = 14, 3
 ANY_RANKS = ("Birder", "DistributedLion", "Lamb", "SketchedAMSGrad")
 """Those whose state has nothing in it of the part that a rank answers for."""
@@ -43,7 +45,7 @@ ANY_RANKS = ("Birder", "DistributedLion", "Lamb", "SketchedAMSGrad")
 class Run:
     def __init__(self, name: str, rank: int, **options: Any) -> None:
         self.rank, self.net = rank, token_net()
-        self.optimizer = OPTIMIZERS[name](self.net.parameters(), **options)
+        self.optimizer = {**OPTIMIZERS, **CLIPPING}[name](self.net.parameters(), **options)
 
     def train(self, steps: range) -> list[str]:
         replicas = []
@@ -126,7 +128,7 @@ def assert_exact(results: list[dict[str, Any]]) -> None:
 
 
 def test_any_checkpoint_is_exact_with_usual_keys(tmp_path: Path) -> None:
-    cases = {name: name for name in OPTIMIZERS}
+    cases = {name: name for name in (*OPTIMIZERS, *CLIPPING)}
     assert_exact(run_ranks(each_case, 2, resume_in_all_ways, cases, tmp_path, timeout=MANY_CASES_SECONDS))
 
 
