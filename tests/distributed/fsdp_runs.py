@@ -87,6 +87,13 @@ def backward_once(model: Any, rank: int, step: int) -> None:
     loss_of(model, rank, step).backward()
 
 
+def accumulate_without_reduction(model: Any, rank: int, step: int) -> None:
+    model.set_requires_gradient_sync(False)
+    loss_of(model, rank, 10 * step).backward()
+    model.set_requires_gradient_sync(True)
+    loss_of(model, rank, 10 * step + 1).backward()
+
+
 @dataclass(frozen=True)
 class FsdpRun:
     """A run. `compressor` None is FSDP2 without thinwire."""

@@ -37,6 +37,7 @@ class HsdpRun:
     options: Mapping[str, Any] = field(default_factory=dict)
     model: FsdpRun = field(default_factory=FsdpRun)
     backward: Callable[[Any, int, int], None] = backward_once
+    replicas: int = 2
     steps: int = 4
     overlap: bool = True
 

@@ -24,6 +24,7 @@ from tests.distributed.fsdp_runs import (
     Checkpointed,
     CheckpointedReentrant,
     FsdpRun,
+    accumulate_without_reduction,
     loss_of,
     mesh_of,
     sharded,
@@ -32,13 +33,6 @@ from tests.distributed.fsdp_runs import (
 )
 from tests.harness import run_ranks
 from thinwire.averaging.catalogue import NAMES
-
-
-def accumulate_without_reduction(model: Any, rank: int, step: int) -> None:
-    model.set_requires_gradient_sync(False)
-    loss_of(model, rank, 10 * step).backward()
-    model.set_requires_gradient_sync(True)
-    loss_of(model, rank, 10 * step + 1).backward()
 
 
 def accumulate_without_all_reduce(model: Any, rank: int, step: int) -> None:
