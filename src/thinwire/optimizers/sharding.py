@@ -42,7 +42,7 @@ def local(tensor: Tensor) -> Tensor:
 
 def with_lists(params: Any) -> Any:
     """The argument `params` of an optimizer, with lists instead of iterators, which can be read once only."""
-    if isinstance(params, (Tensor, dict)):
+    if isinstance(params, Tensor):
         return params  # which torch rejects
     return [_with_list(each) if isinstance(each, dict) else each for each in params]
 
@@ -53,7 +53,7 @@ def _with_list(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tensors(params: Any) -> Iterable[object]:
-    for each in [params] if isinstance(params, (Tensor, dict)) else params:
+    for each in [params] if isinstance(params, Tensor) else params:
         held = each.get("params", ()) if isinstance(each, dict) else [each]
         for p in [held] if isinstance(held, Tensor) else held:
             yield p[1] if isinstance(p, tuple) and len(p) == 2 else p  # with its name
