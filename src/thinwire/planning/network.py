@@ -1,13 +1,15 @@
 """Messages between hosts: each host has a way out and a way in, which serve messages one after another.
 
 A message leaves at the rate of its sender's link and arrives at the rate of its receiver's. Both happen at the same
-time, a latency apart, if nothing is in the way. The switch between the hosts has room for everything. Messages that TCP
-would carry side by side are served one after another here; the last one of them arrives at the same time in both.
+time, a latency apart, if nothing is in the way. Messages that a host sends at the same time share its link, as TCP's
+connections do, and arrive together. The switch between the hosts has room for everything.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from thinwire.planning.cluster import Cluster, Link
 from thinwire.planning.engine import Arrivals, Signal, Simulation
@@ -27,6 +29,17 @@ class Port:
         return begin
 
 
+class Target(NamedTuple):
+    """Who receives messages."""
+
+    place: int
+    """The host, or inside a host the rank."""
+    arrived: Arrivals
+    """Learns when they arrive."""
+    messages: int = 1
+    """How many, where one host stands for all."""
+
+
 class Network:
     """The ports of all hosts, and of all ranks to the others of their host.
 
@@ -44,34 +57,33 @@ class Network:
         self._local_out = [Port(cluster.node_link) for _ in local]
         self._local_in = [port if port.link.duplex == "half" else Port(port.link) for port in self._local_out]
 
-    def send(self, sender: int, receiver: int, nbytes: float, arrived: Arrivals, count: int = 1) -> None:
-        """Send messages from one host to another.
+    def send(self, sender: int, targets: Sequence[Target], nbytes: float) -> None:
+        """Send messages from one host to others, all of them side by side.
 
         Args:
             sender: the host that sends.
-            receiver: the host that receives. The same, where one host stands for all.
-            nbytes: of all messages together.
-            arrived: learns when each message arrives.
-            count: the number of messages.
+            targets: who receives them.
+            nbytes: of each message.
         """
-        self._send(self._out[sender], self._in[receiver], nbytes, arrived, count)
+        self._send(self._out[sender], self._in, targets, nbytes)
 
-    def send_inside(self, sender: int, receiver: int, nbytes: float, arrived: Arrivals, count: int = 1) -> None:
-        """Send messages between two ranks of a host."""
-        self._send(self._local_out[sender], self._local_in[receiver], nbytes, arrived, count)
+    def send_inside(self, sender: int, targets: Sequence[Target], nbytes: float) -> None:
+        """Send messages from one rank to others of its host. Here a target's place is a rank."""
+        self._send(self._local_out[sender], self._local_in, targets, nbytes)
 
-    def _send(self, out: Port, into: Port, nbytes: float, arrived: Arrivals, count: int) -> None:
+    def _send(self, out: Port, ways_in: Sequence[Port], targets: Sequence[Target], nbytes: float) -> None:
         simulation = self._simulation
-        taken = out.link.seconds(nbytes)
+        taken = out.link.seconds(nbytes * sum(target.messages for target in targets))
         begin = out.take(simulation.now, taken)
-        latency = max(out.link.latency, into.link.latency)
 
         def arrive() -> None:
-            into.take(simulation.now, into.link.seconds(nbytes))
-            end = max(into.free_at, begin + taken + latency)
-            arrived.expect(simulation, end, count)
+            for target in targets:
+                port = ways_in[target.place]
+                port.take(simulation.now, port.link.seconds(nbytes * target.messages))
+                end = begin + taken + max(out.link.latency, port.link.latency)
+                target.arrived.expect(simulation, max(port.free_at, end), target.messages)
 
-        simulation.at(begin + latency, arrive)
+        simulation.at(begin + out.link.latency, arrive)
 
     def all_reduce(self, seconds: float) -> Signal:
         """Take both directions of all hosts for so long, as a collective of all ranks does.

@@ -9,14 +9,14 @@ another is merged and a third is checked; a window of buckets that an owner can 
 worker writes to every other. On GPUs one stream does all of it, bucket after bucket.
 
 If all hosts are alike, one of them stands for all: what it sends is what it receives. Then the number of hosts costs no
-time. Otherwise every message is an event.
+time. Otherwise all hosts and messages are simulated.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
@@ -25,7 +25,7 @@ from thinwire.planning.cluster import Cluster
 from thinwire.planning.costs import Costs
 from thinwire.planning.engine import Arrivals, Process, Processor, Signal, Simulation
 from thinwire.planning.methods import Method
-from thinwire.planning.network import Network
+from thinwire.planning.network import Network, Target
 from thinwire.planning.workload import Bucket, Workload
 from thinwire.transport.packet import HEADER_BYTES
 
@@ -313,31 +313,38 @@ class _Step:
         return self._costs.kernels["checksum"] * size * packets
 
     def _send_to_peers(self, rank: int, size: float, arrived: list[list[Arrivals]], index: int) -> None:
-        cluster, network = self._cluster, self._network
-        host, own_slice = divmod(rank, cluster.ranks_per_host)
-        per_host = cluster.ranks_per_host if self._slices == 1 else 1
+        cluster = self._cluster
+        host, own = divmod(rank, cluster.ranks_per_host)
+        first = host * cluster.ranks_per_host
         # An owner can receive a bucket when it has answered the one that is a window before it.
         held = index - self._window if arrived is self._packets else -1
+        near = [first + (own + distance) % cluster.ranks_per_host for distance in range(1, self._near + 1)]
+        inside = [(peer, Target(peer, arrived[peer][index])) for peer in near]
+        self._send_when_taken(held, inside, partial(self._network.send_inside, rank, nbytes=size))
         if cluster.symmetric:
-            if self._remote:
-                count = self._remote
-                self._when_taken(held, rank, partial(network.send, 0, 0, count * size, arrived[rank][index], count))
+            others = [(rank, Target(0, arrived[rank][index], self._remote))] if self._remote else []
         else:
-            for distance in range(1, cluster.hosts):
-                to_host = (host + distance) % cluster.hosts
-                for position in range(per_host):
-                    peer = to_host * cluster.ranks_per_host + (position if self._slices == 1 else own_slice)
-                    self._when_taken(held, peer, partial(network.send, host, to_host, size, arrived[peer][index]))
-        for distance in range(1, self._near + 1):
-            peer = host * cluster.ranks_per_host + (own_slice + distance) % cluster.ranks_per_host
-            self._when_taken(held, peer, partial(network.send_inside, rank, peer, size, arrived[peer][index]))
+            others = [(peer, Target(to_host, arrived[peer][index])) for to_host, peer in self._remote_peers(host, own)]
+        self._send_when_taken(held, others, partial(self._network.send, host, nbytes=size))
 
-    def _when_taken(self, held: int, receiver: int, send: Callable[[], None]) -> None:
-        """Send when the receiver has answered the bucket `held`; at once if that is none."""
-        if held >= 0:
-            self._answered[receiver][held].then(send)
-        else:
-            send()
+    def _remote_peers(self, host: int, own: int) -> Iterator[tuple[int, int]]:
+        """The ranks on other hosts that a rank exchanges packets with, each with its host."""
+        per_host = self._cluster.ranks_per_host
+        for distance in range(1, self._cluster.hosts):
+            to_host = (host + distance) % self._cluster.hosts
+            for position in range(per_host) if self._slices == 1 else (own,):
+                yield to_host, to_host * per_host + position
+
+    def _send_when_taken(
+        self, held: int, targets: list[tuple[int, Target]], send: Callable[[Sequence[Target]], None]
+    ) -> None:
+        """Send to all ranks that have answered the bucket `held`, and to each of the others when it has."""
+        waiting = [(peer, target) for peer, target in targets if held >= 0 and not self._answered[peer][held].fired]
+        ready = [target for peer, target in targets if held < 0 or self._answered[peer][held].fired]
+        if ready:
+            send(ready)
+        for peer, target in waiting:
+            self._answered[peer][held].then(partial(send, [target]))
 
     # Inside a node ---------------------------------------------------------------------------------------------------
 
@@ -359,8 +366,7 @@ class _Step:
         host, own = divmod(rank, cluster.ranks_per_host)
         work = others * (self._costs.message + self._costs.byte * size)
         yield self._work(rank, work)
-        for distance in range(1, others + 1):
-            peer = host * cluster.ranks_per_host + (own + distance) % cluster.ranks_per_host
-            self._network.send_inside(rank, peer, size, arrived[peer])
+        peers = [host * cluster.ranks_per_host + (own + step) % cluster.ranks_per_host for step in range(1, others + 1)]
+        self._network.send_inside(rank, [Target(peer, arrived[peer]) for peer in peers], size)
         yield arrived[rank]
         yield self._work(rank, work)
