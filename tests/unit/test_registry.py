@@ -18,8 +18,8 @@ from thinwire.cli.study.methods import METHODS as STUDIED
 NAMES = {
     "demo": "birder onebit-adam onebit-adam-4bit zero-one-adam onebit-lamb lamb cd-adam cd-adam-momentum cd-adam-topk "
     "sketched-amsgrad distributed-lion",
-    "bench exchange": "birder onebit-adam zero-one-adam onebit-lamb cd-adam cd-adam-topk sketched-amsgrad "
-    "distributed-lion",
+    "bench exchange": "birder onebit-adam onebit-adam-4bit zero-one-adam onebit-lamb cd-adam cd-adam-topk "
+    "sketched-amsgrad distributed-lion",
     "bench step": "birder birder-delay birder-majority birder-votes onebit-adam onebit-adam-4bit zero-one-adam "
     "onebit-lamb cd-adam cd-adam-topk sketched-amsgrad distributed-lion",
     "chaos": "birder onebit-adam zero-one-adam onebit-lamb lamb cd-adam cd-adam-topk sketched-amsgrad distributed-lion",

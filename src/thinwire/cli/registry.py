@@ -248,7 +248,7 @@ _ENTRIES = (
             {"warm-up": QUANTISED_SHARE, "warm-up bits": 4, "scale block": 4096},
             settings_of="adamw",
         ),
-        commands=frozenset({"demo", "bench step"}),
+        commands=frozenset({"demo", "bench exchange", "bench step"}),
     ),
     Entry(
         "zero-one-adam",
