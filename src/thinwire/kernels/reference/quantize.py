@@ -52,7 +52,8 @@ class Quantizer:
         codes = self._codes(run, words, scales)
         here = run.bytes_in(packet, quantized_word_bytes(self.bits, self.block))
         split = 2 * (64 // self.block)
-        here[:, :split] = scales.to(torch.bfloat16).view(torch.uint8)
+        # A clone, because strides of empty tensors may be 0, which torch does not view in another dtype.
+        here[:, :split] = scales.to(torch.bfloat16).clone(memory_format=torch.contiguous_format).view(torch.uint8)
         here[:, split:] = _pack(codes.view(-1, 64), self.bits)
         return self._values(codes, scales)[: run.count]
 
