@@ -328,6 +328,9 @@ def test_public_names() -> None:
         *("SketchedAMSGrad", "ZeroOneAdam"),
     ]
     errors = ["CorruptCheckpoint", "CorruptPacket", "GradientChanged", "PeerLost", "ReplicasDiffer", "TooManySkips"]
-    others = ["Compression", "Metrics", "__version__", "attach", "checkpoint", "compress", "detach"]
+    others = [
+        *("Compression", "LocalMetrics", "LocalSteps", "Metrics", "__version__", "attach", "checkpoint", "compress"),
+        *("detach", "plan"),
+    ]
     assert sorted(thinwire.__all__) == sorted([*others, *optimizers, *errors])
     assert all(hasattr(thinwire, name) for name in thinwire.__all__)
