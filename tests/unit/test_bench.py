@@ -161,8 +161,8 @@ def test_the_table_of_an_exchange_is_about_the_optimizer() -> None:
     [
         (
             ["--optimizer", "sgd"],
-            "unknown optimizer 'sgd'; there are: birder, onebit-adam, onebit-adam-4bit, zero-one-adam, onebit-lamb, cd-adam, "
-            "cd-adam-topk, sketched-amsgrad",
+            "unknown optimizer 'sgd'; there are: birder, onebit-adam, onebit-adam-4bit, zero-one-adam, onebit-lamb, "
+            "cd-adam, cd-adam-topk, sketched-amsgrad",
         ),
         (["--optimizer", "onebit-lamb", "--downlink", "votes"], "only birder votes: onebit-lamb has no downlink"),
     ],
