@@ -300,18 +300,23 @@ def imported_by(path: Path) -> set[str]:
 def test_the_library_imports_torch_and_the_standard_library_only() -> None:
     allowed = {"torch", "typing_extensions", "thinwire", *sys.stdlib_module_names}  # the second comes with the first
     parts = {path: path.relative_to(PACKAGE).parts for path in PACKAGE.rglob("*.py")}
-    library = [path for path, of_path in parts.items() if of_path[0] != "cli"]
+    # `python -m thinwire` is the command line.
+    library = [path for path, of_path in parts.items() if of_path[0] not in ("cli", "__main__.py")]
     assert library
+    also: dict[tuple[str, ...], set[str]] = {
+        ("kernels", "triton"): {"triton"},
+        **{("integrations", f"{name}.py"): {name} for name in ("accelerate", "lightning", "transformers")},
+    }
     foreign = {
         f"{path.relative_to(PACKAGE)}: {name}"
         for path in library
         for name in imported_by(path)
-        if name.partition(".")[0] not in allowed | ({"triton"} if parts[path][:2] == ("kernels", "triton") else set())
+        if name.partition(".")[0] not in allowed | also.get(parts[path][:2], set())
         or name.startswith(
             ("thinwire.cli", "thinwire.kernels.triton") if parts[path][1:2] != ("triton",) else "thinwire.cli"
         )
     }
-    assert not foreign, "Triton is for its own package only, which is imported by name when a GPU needs it"
+    assert not foreign, "Triton and frameworks are for their own modules, which are imported by name when needed"
 
 
 def test_importing_thinwire_brings_no_extra_with_it() -> None:
@@ -319,7 +324,7 @@ def test_importing_thinwire_brings_no_extra_with_it() -> None:
         json.loads(run(sys.executable, "-c", "import json, sys, thinwire; print(json.dumps(list(sys.modules)))"))
     )
     assert "thinwire.optimizers.birder" in loaded
-    assert not loaded & {"matplotlib", "rich", "typer", "thinwire.cli"}
+    assert not loaded & {"matplotlib", "rich", "typer", "thinwire.cli", "thinwire.integrations", "thinwire.planning"}
 
 
 def test_public_names() -> None:
