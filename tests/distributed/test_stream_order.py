@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import thinwire
 from tests.distributed.common import token_loss, token_net
+from tests.distributed.stages import PAPER
 from tests.harness import run_ranks
 from thinwire.kernels import ops
 from thinwire.transport import stream_transport
@@ -152,10 +153,19 @@ CASES = {
     "Birder": (thinwire.Birder, {}, "birder_encode", ["activity_refresh"], ["vote_bit", "or"], "birder_apply"),
     "OneBitAdam": (
         thinwire.OneBitAdam,
-        {"betas": (0.5, 0.5), "warmup_steps": 2},
+        {"betas": (0.5, 0.5), "warmup_steps": 2, **PAPER},
         "sign_encode",
         ["shard_scale"] * 2,
         ["sign_merge", "shard_scale"],
+        "sign_apply",
+    ),
+    # torch computes the scales of blocks.
+    "OneBitAdam, blocks": (
+        thinwire.OneBitAdam,
+        {"betas": (0.5, 0.5), "warmup_steps": 2},
+        "sign_encode",
+        [],
+        ["sign_merge"],
         "sign_apply",
     ),
     "CDAdam": (
