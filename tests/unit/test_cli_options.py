@@ -19,7 +19,7 @@ from thinwire.kernels import native
 
 REQUIRED = {"selftest": ("--device", "cpu"), "testbed run": ("true",)}
 """What a command needs beside the option that is wrong."""
-ZERO_IS_RIGHT = {"--seed", "--minutes"}
+ZERO_IS_RIGHT = {"--seed", "--minutes", "--spread"}
 
 
 def commands(group: typer.Typer, names: tuple[str, ...] = ()) -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -63,7 +63,7 @@ def invoke(command: str, *arguments: str) -> tuple[int, str]:
 def test_all_commands_are_known() -> None:
     assert set(COMMANDS) == {
         *("demo", "bench kernels", "bench exchange", "bench bytes", "bench step", "testbed run", "testbed clean"),
-        *("chaos", "soak", "selftest", "study"),
+        *("chaos", "soak", "selftest", "study", "plan", "simulate papers"),
     }
     assert len(NUMBERS) >= 30
 
@@ -108,6 +108,7 @@ def test_all_files_are_known() -> None:
         *(("demo", "--out"), ("demo", "--json"), ("bench kernels", "--out"), ("bench exchange", "--out")),
         *(("bench bytes", "--out"), ("bench step", "--json"), ("bench step", "--html"), ("bench step", "--png")),
         *(("chaos", "--json"), ("soak", "--json"), ("selftest", "--json")),
+        *(("plan", "--json"), ("plan", "--html"), ("simulate papers", "--figure")),
     }
 
 
