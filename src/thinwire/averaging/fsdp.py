@@ -29,6 +29,7 @@ from thinwire._fsdp import (
 from thinwire._torch_compat import FsdpGroup, at_end_of_backward, post_accumulate_hooks
 from thinwire.averaging.averager import GradientAverager, loss_scale
 from thinwire.optimizers.inputs import mark_averaged, unmark_averaged
+from thinwire.optimizers.sharding import local
 from thinwire.transport.failures import on_mesh
 from thinwire.transport.peers import Peers
 
@@ -106,8 +107,8 @@ def _local(sharded: Tensor) -> Tensor:
     One element stands for an empty shard, because packets have no presence bit for a tensor without elements. If only
     other replicas have used the parameter, all shards must get a gradient: collectives on gradients need all of them.
     """
-    local: Tensor = sharded.to_local()  # type: ignore[attr-defined]
-    return local if local.numel() else local.new_zeros(1)
+    shard = local(sharded)
+    return shard if shard.numel() else shard.new_zeros(1)
 
 
 class _FsdpAveraging:

@@ -1,8 +1,8 @@
 """The residuals of `thinwire.compress` in the state dict of the user's optimizer.
 
 Frameworks save the state dict of the optimizer, wherever and whenever they like, and load it on every rank. torch lets
-a hook add an entry to it and take it out again. So the residuals of all ranks are in the same file, and are found again
-by whoever finds the optimizer.
+a hook add an entry to it and take it out again. So the residuals of all ranks are in the same file as the optimizer,
+and are loaded with it.
 """
 
 from __future__ import annotations

@@ -214,6 +214,6 @@ class Sharding:
 
 
 def _dtensor(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Any], p: Tensor) -> Tensor:
-    from torch.distributed.tensor import DTensor  # imported by whoever has made `p`
+    from torch.distributed.tensor import DTensor  # already imported, because `p` is one
 
     return DTensor.from_local(tensor, mesh, placements, run_check=False, shape=p.shape, stride=p.stride())

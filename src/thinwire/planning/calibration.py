@@ -109,7 +109,7 @@ def _kernels() -> dict[str, float]:
         taken.append(time.thread_time() - began)
     threads = torch.get_num_threads()
     memcpy = median(taken) / _ELEMENTS
-    return {name: memcpys * memcpy * (threads if threads > 1 else 1) for name, memcpys in KERNELS_IN_MEMCPYS.items()}
+    return {name: memcpys * memcpy * threads for name, memcpys in KERNELS_IN_MEMCPYS.items()}
 
 
 def _exchange(buckets: int) -> Callable[[], object]:

@@ -13,7 +13,10 @@ _INT4_BITS, _INT8_BITS = 4.25, 8.25
 """Per value, with the scale of each block of 64."""
 WARM_UP = 0.15
 """The part of a run that 1-bit Adam's warm-up takes, in the convergence study too."""
-_ALL: Callable[[int], int] = lambda buckets: buckets  # noqa: E731
+
+
+def _all(buckets: int) -> int:
+    return buckets
 
 
 def _three_quarters(buckets: int) -> int:
@@ -53,7 +56,7 @@ class Method:
     """Kernels over all elements, after the exchange."""
     buckets: int = 4
     """About how many thinwire makes."""
-    window: Callable[[int], int] = _ALL
+    window: Callable[[int], int] = _all
     """How many of so many buckets an owner can receive at the same time."""
     state_bytes: float = 8.0
     """Per parameter, beyond parameters and gradients."""
@@ -132,7 +135,8 @@ _METHODS = (
         loss=LossCost("+1.7 %", "-0.08 points"), note="half of AdamW's learning rate",
     ),
     Method(
-        "onebit-adam", "1-bit Adam", _attach("OneBitAdam", 'lr=1e-3, warmup_steps="auto"'), "owners", 1, 1,
+        "onebit-adam", "1-bit Adam",
+        _attach("OneBitAdam", 'lr=1e-3, warmup_steps="auto", warmup_bits=None, scale_block=None'), "owners", 1, 1,
         **_SIGNS, state_bytes=13.0, dense_part=WARM_UP, loss=LossCost("+0.3 %", "-0.11 points"),
         note=f"with a dense warm-up of {WARM_UP:.0%} of the run",
     ),
