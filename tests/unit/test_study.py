@@ -295,7 +295,18 @@ def test_tasks_name_methods_that_exist(tmp_path: Path) -> None:
     for task in tasks(sources(tmp_path)).values():
         assert set(task.methods or ()) <= set(METHODS)
         assert {method.only for method in METHODS.values()} - {None} <= set(tasks(sources(tmp_path)))
-        assert takes_part(task, METHODS["adamw"]), "all are compared with it"
+        assert takes_part(task.reference or task, METHODS["adamw"]), "all are compared with it"
+
+
+def test_workers_who_share_a_task_have_its_mean_gradients(tmp_path: Path) -> None:
+    shared = [task for task in tasks(sources(tmp_path)).values() if task.reference is not None]
+    assert {task.workers for task in shared} == {8, 16, 32}
+    setting = Setting(1e-3, (0.7, 0.95), 0.1)
+    for task in shared:
+        assert task.reference is not None
+        small, whole = (replace(each, steps=2) for each in (task, task.reference))
+        losses = [run_virtually(Run(each, "adamw", setting, 1)).final.loss for each in (small, whole)]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
 def test_one_beta_is_the_papers_rule() -> None:
@@ -406,7 +417,7 @@ def test_the_page_has_the_tables_that_the_command_prints(tmp_path: Path) -> None
     assert rates(by_task) in page
     for task in run:
         found = summaries(copied, task, list(METHODS))
-        shown = {summary.method.name for summary in found}
+        shown = {summary.method.name for summary in found} - ({"adamw"} if task.reference is not None else set())
         assert shown == {path.stem for path in (copied / task.name).glob("*.json")}
         searched = {name for name, method in METHODS.items() if method.settings_of is None}
         assert shown >= {name for name in searched if takes_part(task, METHODS[name])}

@@ -81,12 +81,15 @@ def summaries(directory: Path, task: Task, methods: Sequence[str]) -> list[Summa
     """Of all methods whose study of a task is complete, the best first."""
     found = []
     for name in methods:
-        method, results = METHODS[name], Store(directory, task, name, data=None).results
+        where = task.reference if name == REFERENCE and task.reference is not None else task
+        method, results = METHODS[name], Store(directory, where, name, data=None).results
         source = method.settings_of
-        setting = best_setting(task, results if source is None else Store(directory, task, source, data=None).results)
+        setting = best_setting(task, results if source is None else Store(directory, where, source, data=None).results)
         of_seeds = {result.seed: result for result in results if result.setting == setting}
         if set(FRESH_SEEDS) <= set(of_seeds):
             found.append(Summary(task, method, [of_seeds[seed] for seed in FRESH_SEEDS]))
+    if task.reference is not None and all(summary.method.name == REFERENCE for summary in found):
+        return []  # AdamW's results are those of the other task
     return sorted(found, key=lambda summary: summary.mean)
 
 

@@ -60,6 +60,8 @@ class Task(abc.ABC):
     """The names of the methods that take part; None for all. A long task has few."""
     betas: tuple[float, ...] | None = field(default=None, kw_only=True)
     """The betas of a search that tries learning rates only, because runs are long. None: betas and decay too."""
+    reference: Task | None = field(default=None, kw_only=True)
+    """Another task with the same mean gradients, whose AdamW is compared with. None: this task has its own."""
 
     @abc.abstractmethod
     def model(self) -> nn.Module:
@@ -238,10 +240,26 @@ _TRANSFORMER_BETAS = (0.7, 0.95)
 """Those of AdamW that were the best for the small transformer."""
 
 
+def _with_workers(task: TextTask, workers: int) -> Task:
+    """A task whose examples are shared by more workers: as many tokens in as many steps, and more votes, each of a
+    noisier gradient."""
+    return replace(
+        task,
+        name=f"{task.name}-{workers}",
+        title=f"{task.title}, {workers} workers",
+        batch=task.workers * task.batch // workers,
+        workers=workers,
+        methods=("birder-bit", "birder-votes"),
+        betas=_TRANSFORMER_BETAS,
+        reference=task,
+    )
+
+
 def tasks(sources: Sources) -> dict[str, Task]:
     """All of them, by name."""
+    text = TextTask(sources, "text", "character transformer", steps=600, batch=8, lr=1.0, shape=SHAPE)
     made: list[Task] = [
-        TextTask(sources, "text", "character transformer", steps=600, batch=8, lr=1.0, shape=SHAPE),
+        text,
         PictureTask(sources, "pictures", "convolutional net", steps=470, batch=32, lr=0.5),
         FineTuningTask(
             sources,
@@ -288,5 +306,6 @@ def tasks(sources: Sources) -> dict[str, Task]:
             methods=("adamw", "lamb", "onebit-lamb", "onebit-adam-4bit", "birder-bit"),
             betas=_TRANSFORMER_BETAS,
         ),
+        *(_with_workers(text, workers) for workers in (8, 16, 32)),
     ]
     return {task.name: task for task in made}
