@@ -38,7 +38,11 @@ def write(console: Console, directory: Path, tasks: Sequence[Task], methods: Seq
 
 def rates(by_task: Sequence[Sequence[Summary]]) -> str:
     """The learning rates of all methods relative to AdamW's, task by task: where to start when migrating from AdamW."""
-    compared = [(found[0].task, adamw, found) for found in by_task if (adamw := reference(found)) is not None]
+    compared = [
+        (found[0].task, adamw, found)
+        for found in by_task
+        if (adamw := reference(found)) is not None and any(map(_searches, found))
+    ]
     rows = []
     for method in METHODS.values():
         if method.only is None and method.settings_of is None and method.name != REFERENCE:
@@ -47,6 +51,11 @@ def rates(by_task: Sequence[Sequence[Summary]]) -> str:
             ]
             rows.append([method.title, *(f"{ratio[0]:.2g}" if ratio else "" for ratio in best)])
     return _table(("learning rate, AdamW's = 1", *(task.title for task, _, _ in compared)), rows)
+
+
+def _searches(summary: Summary) -> bool:
+    """Whether a method has a learning rate of its own, to compare with AdamW's."""
+    return summary.method.settings_of is None and summary.method.name != REFERENCE
 
 
 def section(task: Task, found: Sequence[Summary]) -> str:

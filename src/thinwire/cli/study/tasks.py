@@ -280,7 +280,7 @@ def tasks(sources: Sources) -> dict[str, Task]:
             batch=8,
             lr=1.0,
             shape=ModelShape(),
-            methods=("adamw", *_AVERAGED, "onebit-adam-4bit", "birder-bit", "birder-votes"),
+            methods=("adamw", *_AVERAGED, "onebit-adam-4bit"),
             betas=_TRANSFORMER_BETAS,
         ),
         TextTask(
@@ -303,7 +303,7 @@ def tasks(sources: Sources) -> dict[str, Task]:
             lr=1.0,
             shape=SHAPE,
             workers=16,
-            methods=("adamw", "lamb", "onebit-lamb", "onebit-adam-4bit", "birder-bit"),
+            methods=("adamw", "lamb", "onebit-lamb", "onebit-adam-4bit"),
             betas=_TRANSFORMER_BETAS,
         ),
         *(_with_workers(text, workers) for workers in (8, 16, 32)),
