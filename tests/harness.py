@@ -12,20 +12,23 @@ from __future__ import annotations
 
 import atexit
 import functools
+import signal
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing import connection
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from thinwire._torch_compat import IMPORTED_BY_OPTIMIZERS
 from thinwire.testbed import Testbed
 from thinwire.testbed.forkserver import ForkServer
-from thinwire.testbed.supervisor import Raised, Returned, Supervisor
+from thinwire.testbed.supervisor import Child, Raised, Returned, Supervisor
 
 GRACE_SECONDS = 5.0
 """How long the others may take to finish once one rank has failed: they often wait for a peer that will not come."""
@@ -33,7 +36,7 @@ GRACE_SECONDS = 5.0
 # What ranks would otherwise import each for itself. Making any torch optimizer imports torch._dynamo, which takes over
 # a second; the oracles, which come with their cases, are long to compile where bytecode is not written.
 PRELOAD = (
-    *("numpy", "pytest", "torch.nn.parallel", "torch._dynamo", "torch.distributed.checkpoint.state_dict"),
+    *("numpy", "pytest", "torch.nn.parallel", IMPORTED_BY_OPTIMIZERS, "torch.distributed.checkpoint.state_dict"),
     *("thinwire.cli.app", "tests.distributed.common", "tests.distributed.oracle_cases"),
 )
 
@@ -110,6 +113,22 @@ def _run(
             rank.outcome or (_failure("ProcessDied", died) if rank.lost else _failure("TimeoutError", late))
             for rank in ranks
         ]
+
+
+@contextmanager
+def forked(function: Callable[..., Any], *args: Any) -> Iterator[Child]:
+    """A process that runs `function(channel, *args)` without a process group. It is killed when the block is left."""
+    with Supervisor(fork_server(), grace=0.0) as children:
+        child = children.start(function, *args, supervised=False)
+        try:
+            yield child
+        finally:
+            child.signal(signal.SIGKILL)
+
+
+def wait_for_end(child: Child, seconds: float = 60.0) -> bool:
+    """Whether a process of `forked` ends by itself, or of a signal, within so many seconds."""
+    return bool(connection.wait([child.process.sentinel], seconds))
 
 
 def _failure(type_name: str, message: str) -> Raised:

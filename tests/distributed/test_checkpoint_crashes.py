@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import multiprocessing
 import os
 import random
 import shutil
@@ -12,10 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +22,14 @@ from torch import nn
 import thinwire
 from tests.distributed.checkpoint_runs import listed
 from tests.distributed.common import digest
-from tests.harness import run_ranks, run_ranks_expecting_errors
+from tests.harness import forked, run_ranks, run_ranks_expecting_errors, wait_for_end
 from thinwire import checkpoint
-from thinwire._torch_compat import IMPORTED_BY_OPTIMIZERS
 
 EPISODES = 4
 """How often one of two ranks is killed."""
 SECONDS = 60
 
 pytestmark = pytest.mark.timeout(300)  # more than a hundred processes, on a machine that may be busy
-_processes = multiprocessing.get_context("forkserver")
-# Otherwise each child imports these by itself, which takes seconds.
-_processes.set_forkserver_preload([__name__, IMPORTED_BY_OPTIMIZERS])
 
 
 class Run:
@@ -87,23 +79,7 @@ class Straight:
 # One writer ----------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def child(target: Any, *args: Any) -> Iterator[tuple[ForkServerProcess, Connection]]:
-    ours, theirs = _processes.Pipe(duplex=False)
-    process = _processes.Process(target=target, args=(*args, theirs), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        yield process, ours
-    finally:
-        if process.is_alive():
-            process.kill()
-        process.join()
-        ours.close()
-        process.close()
-
-
-def save_for_ever(path: Path, connection: Connection) -> None:
+def save_for_ever(connection: Connection, path: Path) -> None:
     torch.set_num_threads(1)
     run = Run()
     run.load(path)
@@ -113,9 +89,9 @@ def save_for_ever(path: Path, connection: Connection) -> None:
         run.save(path)
 
 
-def last_said(connection: Connection) -> int:
-    """What a process has said by its end."""
-    said = -1
+def last_said(connection: Connection) -> Any:
+    """What a process has said last by its end; None if nothing."""
+    said = None
     try:
         while True:
             said = connection.recv()
@@ -123,16 +99,16 @@ def last_said(connection: Connection) -> int:
         return said
 
 
-@pytest.mark.parametrize("kills", [20, pytest.param(100, marks=[pytest.mark.long, pytest.mark.timeout(600)])])
+@pytest.mark.parametrize("kills", [10, pytest.param(100, marks=[pytest.mark.long, pytest.mark.timeout(600)])])
 def test_a_writer_that_is_killed_leaves_the_checkpoint_before_it_whole(kills: int, tmp_path: Path) -> None:
     moments, straight, in_the_middle = random.Random(0), Straight(), 0
     Run().save(tmp_path)
     for _ in range(kills):
-        with child(save_for_ever, tmp_path) as (process, connection):
-            assert connection.poll(SECONDS)
+        with forked(save_for_ever, tmp_path) as writer:
+            assert writer.channel.poll(SECONDS)
             time.sleep(moments.uniform(0.0, 0.05))
-            process.kill()
-            saved = last_said(connection)
+            writer.signal(signal.SIGKILL)
+            saved = last_said(writer.channel)
         in_the_middle += any(name.startswith(".") for name in listed(tmp_path))
         run = Run()
         run.load(tmp_path)
@@ -146,7 +122,7 @@ def test_a_writer_that_is_killed_leaves_the_checkpoint_before_it_whole(kills: in
     assert in_the_middle > kills // 10
 
 
-def die_before_operation(path: Path, number: int, connection: Connection) -> None:
+def die_before_operation(connection: Connection, path: Path, number: int) -> None:
     """Save, and be killed before the operation of that number on the directory."""
     torch.set_num_threads(1)
     run = Run()
@@ -185,12 +161,10 @@ def test_whichever_operation_is_the_last_there_is_a_whole_checkpoint(tmp_path: P
     while not operations:
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
         shutil.copytree(tmp_path / "before", tmp_path / "run")
-        with child(die_before_operation, tmp_path / "run", len(seen)) as (process, connection):
-            process.join(SECONDS)
-            if process.exitcode == 0:
-                operations = connection.recv()
-            else:
-                assert process.exitcode == -signal.SIGKILL
+        with forked(die_before_operation, tmp_path / "run", len(seen)) as writer:
+            assert wait_for_end(writer, SECONDS)
+            operations = last_said(writer.channel) or []
+        assert writer.exit_code == (0 if operations else -signal.SIGKILL)
         for name in listed(tmp_path / "run"):
             if not name.startswith("."):  # whatever is there is whole, be it the last or not
                 alone = tmp_path / f"{name} after {len(seen)}"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import errno
 import fcntl
 import gc
-import multiprocessing
 import os
 import shutil
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,15 +21,12 @@ from torch import nn
 
 import thinwire
 from tests.distributed.checkpoint_runs import listed
-from tests.harness import run_ranks
+from tests.harness import forked, run_ranks, wait_for_end
 from thinwire import checkpoint
-from thinwire._torch_compat import IMPORTED_BY_OPTIMIZERS
+from thinwire.testbed.supervisor import Child
 
-SAVES = 500
+SAVES = 100
 SECONDS = 60
-_processes = multiprocessing.get_context("forkserver")
-# Otherwise each child imports these by itself, which takes seconds.
-_processes.set_forkserver_preload([__name__, IMPORTED_BY_OPTIMIZERS])
 
 
 class Run:
@@ -47,23 +44,19 @@ class Run:
 
 
 @contextmanager
-def process(target: Callable[..., None], *args: Any) -> Iterator[tuple[Any, Any]]:
+def process(target: Callable[..., None], *args: Any) -> Iterator[tuple[Child, Any]]:
     """Another process, and the first thing that it says."""
-    ours, theirs = _processes.Pipe()
-    other = _processes.Process(target=target, args=(*args, theirs), daemon=True)
-    other.start()
-    theirs.close()
-    try:
-        assert ours.poll(SECONDS)
-        yield other, ours.recv()
-    finally:
-        other.kill()
-        other.join()
-        ours.close()
-        other.close()
+    with forked(target, *args) as other:
+        assert other.channel.poll(SECONDS)
+        yield other, other.channel.recv()
 
 
-def save_and_stay(path: Path, connection: Connection) -> None:
+def kill(process: Child) -> None:
+    process.signal(signal.SIGKILL)
+    assert wait_for_end(process)
+
+
+def save_and_stay(connection: Connection, path: Path) -> None:
     torch.set_num_threads(1)
     run = Run()
     run.save(path)
@@ -93,8 +86,7 @@ def test_a_second_run_is_refused_and_changes_nothing(tmp_path: Path) -> None:
         assert ".0123456789abcdef.tmp" in before
         assert run.load(tmp_path) == 1  # who only reads is welcome
         run.save(tmp_path / "other")
-        first.kill()
-        first.join()
+        kill(first)
         run.save(tmp_path, 2)  # the lock has died with its process
     assert listed(tmp_path) == ["000001-step-1", "000002-step-2", "other"]
 
@@ -202,7 +194,7 @@ def test_refused_saves_leave_no_descriptors(tmp_path: Path) -> None:
 # Processes that are forked -------------------------------------------------------------------------------------------
 
 
-def save_and_leave_a_child(path: Path, connection: Connection) -> None:
+def save_and_leave_a_child(connection: Connection, path: Path) -> None:
     """As a process does that is killed while its DataLoader has workers."""
     torch.set_num_threads(1)
     run = Run()
@@ -220,15 +212,14 @@ def test_a_forked_process_does_not_keep_the_lock_of_its_parent(tmp_path: Path) -
     with process(save_and_leave_a_child, tmp_path) as (parent, child):
         try:
             assert is_held(tmp_path)
-            parent.kill()
-            parent.join()
+            kill(parent)
             os.kill(child, 0)  # it is alive
             assert not is_held(tmp_path)
         finally:
             os.kill(child, 9)
 
 
-def save_in_a_child(path: Path, connection: Connection) -> None:
+def save_in_a_child(connection: Connection, path: Path) -> None:
     torch.set_num_threads(1)
     run = Run()
     run.save(path)

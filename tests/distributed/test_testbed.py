@@ -13,11 +13,13 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from tests.harness import forked, wait_for_end
 from tests.testbeds import NAMESPACES, eventually, is_gone, namespaces_of, read_lines, skip_unless_available
 from thinwire.cli.app import app
 from thinwire.testbed import Testbed, remove_leftovers
@@ -29,7 +31,7 @@ import os, torch, torch.distributed as dist
 dist.init_process_group("gloo")
 value = torch.full((1000,), float(dist.get_rank() + 1))
 dist.all_reduce(value)
-assert value.eq(10).all(), value
+assert value.eq(3).all(), value
 dist.barrier()
 dist.destroy_process_group()
 """
@@ -43,7 +45,7 @@ def available() -> None:
 @pytest.mark.usefixtures("available")
 def test_gloo_across_hosts() -> None:
     with Testbed(2, rate="1gbit") as testbed:
-        assert testbed.run([sys.executable, "-W", "error", "-c", ALL_REDUCE], ranks=2) == 0
+        assert testbed.run([sys.executable, "-W", "error", "-c", ALL_REDUCE]) == 0
         assert min(testbed.bytes_sent()) > 4000
 
 
@@ -163,18 +165,20 @@ def test_a_killed_run_is_cleaned_up_by_the_next_a_living_one_is_not() -> None:
             assert namespaces_of(process.pid) == []
 
 
+def three_after_another(channel: Connection) -> None:
+    for _ in range(3):
+        with Testbed(3, rate="1gbit") as testbed:
+            assert testbed.run(["sh", "-c", "ip -4 address show dev eth0 | grep -q inet"]) == 0
+            assert len(testbed.bytes_sent()) == 3
+
+
 @pytest.mark.usefixtures("available")
 def test_many_at_the_same_time() -> None:
-    program = """
-from thinwire.testbed import Testbed
-for _ in range(3):
-    with Testbed(3, rate="1gbit") as testbed:
-        assert testbed.run(["sh", "-c", "ip -4 address show dev eth0 | grep -q inet"]) == 0
-        assert len(testbed.bytes_sent()) == 3
-"""
-    running = [subprocess.Popen([sys.executable, "-c", program]) for _ in range(2)]
-    assert [process.wait() for process in running] == [0, 0]
-    assert not any(namespaces_of(process.pid) for process in running)
+    with forked(three_after_another) as first, forked(three_after_another) as second:
+        assert wait_for_end(first)
+        assert wait_for_end(second)
+    assert [first.exit_code, second.exit_code] == [0, 0]
+    assert not any(namespaces_of(process.pid) for process in (first, second))
 
 
 @pytest.mark.timeout(60)
