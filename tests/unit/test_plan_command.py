@@ -203,3 +203,14 @@ def test_the_papers_clusters(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "scale.md").read_text(encoding="utf-8")
     assert page.endswith(result.stdout)
     assert figure.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_commit_round() -> None:
+    """The committed page has what the command prints. The round costs at least one latency."""
+    result = CliRunner().invoke(app, ["simulate", "commit"])
+    assert result.exit_code == 0, result.output
+    page = (Path(__file__).parents[2] / "docs" / "scale.md").read_text(encoding="utf-8")
+    assert result.stdout in page
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in result.stdout.splitlines()[2:]]
+    for latency, _, _, cost in rows:
+        assert float(cost.split()[0]) >= float(latency.split()[0])

@@ -53,7 +53,14 @@ class StepTime:
 
 
 def simulate_step(
-    workload: Workload, cluster: Cluster, method: Method, costs: Costs, *, flat: bool = False, seed: int = 0
+    workload: Workload,
+    cluster: Cluster,
+    method: Method,
+    costs: Costs,
+    *,
+    flat: bool = False,
+    seed: int = 0,
+    commits: bool = True,
 ) -> StepTime:
     """Simulate a step in which a method exchanges.
 
@@ -64,10 +71,13 @@ def simulate_step(
         costs: what the work around it costs.
         flat: whether every rank is a worker. Otherwise every host is one, as thinwire does by default.
         seed: of the ranks' delays, if `cluster.spread` is above zero.
+        commits: whether the exchange ends with a commit round, as it does; False to see what that costs.
     """
     generator = random.Random(seed)
     draws = max(1, min(16, _DRAWS // cluster.world)) if cluster.spread else 1
-    steps = [_Step(workload, cluster, method, costs, flat, _factors(cluster, generator)).run() for _ in range(draws)]
+    steps = [
+        _Step(workload, cluster, method, costs, flat, commits, _factors(cluster, generator)).run() for _ in range(draws)
+    ]
     return StepTime(*(fmean(getattr(step, part) for step in steps) for part in ("total", "compute", "exposed_wait")))
 
 
@@ -115,10 +125,11 @@ class _Step:
         method: Method,
         costs: Costs,
         flat: bool,
+        commits: bool,
         factors: list[float],
     ) -> None:
         self._workload, self._cluster, self._method, self._costs = workload, cluster, method, costs
-        self._factors = factors
+        self._factors, self._commits_at_end = factors, commits
         self._simulation = Simulation()
         hosts, per_host = cluster.hosts, cluster.ranks_per_host
         self._hosts = range(1 if cluster.symmetric else hosts)
@@ -220,7 +231,8 @@ class _Step:
             yield from self._reduced
         if method.exchange == "owners":
             yield from self._collected[rank]
-            yield from self._commit(rank)
+            if self._commits_at_end:
+                yield from self._commit(rank)
         self._waits[rank] = self._simulation.now - waits
         parts = sum(bucket.parts for bucket in self._buckets) if method.exchange == "owners" else 0
         yield self._work(rank, self._kernels(method.apply, workload.elements) + costs.part * parts)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from thinwire.planning.calibration import EXCHANGE, KERNELS_IN_MEMCPYS, MESSAGE
+from thinwire.planning.calibration import EXCHANGE, KERNELS_IN_MEMCPYS, MEMCPY, MESSAGE
 from thinwire.planning.cluster import NVLINK, Cluster, Link
 from thinwire.planning.costs import Costs
 from thinwire.planning.methods import METHODS, Method, local_steps
@@ -23,8 +23,6 @@ LATENCY = 50e-6
 SCALE_HOSTS = (8, 16, 32, 64, 128, 256, 512, 1024)
 INTERNET = Link(200e6, 30e-3)
 """Between sites: 200 Mbit/s and 30 ms one way."""
-_MEMCPY = 0.41e-9
-"""Seconds per fp32 element on the machine of docs/benchmarks: 10.2 ms for 25 M elements."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +110,7 @@ def scalings() -> Iterator[Scaling]:
     """BERT-Base on GPUs in a data centre, on GPUs at sites on the internet, and on CPUs."""
     case = CASES[3]
     gpu = Costs.of_gpu("v100")
-    kernels = {name: memcpys * _MEMCPY for name, memcpys in KERNELS_IN_MEMCPYS.items()}
+    kernels = {name: memcpys * MEMCPY for name, memcpys in KERNELS_IN_MEMCPYS.items()}
     cpu = Costs("the machine of docs/benchmarks", kernels, message=MESSAGE, exchange=EXCHANGE)
     data_centre = papers_cluster(1e10)
     internet = Cluster(HOSTS, 1, INTERNET, NVLINK, all_reduce="nccl")
