@@ -191,7 +191,7 @@ def test_fragments_are_balanced_and_strided() -> None:
 @pytest.mark.parametrize(("every", "fragments", "delay"), [(5, 1, 0), (6, 3, 2), (7, 3, 1), (8, 8, 1)])
 def test_one_fragment_is_in_flight_at_a_time(every: int, fragments: int, delay: int) -> None:
     schedule = Schedule(every, fragments, delay)
-    sent = [schedule.advance() for _ in range(3 * every)]
+    sent = [schedule.advance()[0] for _ in range(3 * every)]
     assert sent.count(None) == 3 * (every - fragments)
     steps = np.flatnonzero([fragment is not None for fragment in sent])
     assert (np.diff(steps) >= max(delay, 1)).all()

@@ -84,7 +84,10 @@ def summaries(directory: Path, task: Task, methods: Sequence[str]) -> list[Summa
         where = task.reference if name == REFERENCE and task.reference is not None else task
         method, results = METHODS[name], Store(directory, where, name, data=None).results
         source = method.settings_of
-        setting = best_setting(task, results if source is None else Store(directory, where, source, data=None).results)
+        searched = results
+        if source is not None and not method.searches_rate:
+            searched = Store(directory, where, source, data=None).results
+        setting = best_setting(task, searched)
         of_seeds = {result.seed: result for result in results if result.setting == setting}
         if set(FRESH_SEEDS) <= set(of_seeds):
             found.append(Summary(task, method, [of_seeds[seed] for seed in FRESH_SEEDS]))

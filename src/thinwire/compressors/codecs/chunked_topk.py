@@ -12,7 +12,15 @@ from torch import Tensor
 
 from thinwire._checks import is_integer
 from thinwire.compressors.codecs import Codec
-from thinwire.compressors.codecs._blocks import block_count, in_blocks, pack, unpack, whole_words
+from thinwire.compressors.codecs._blocks import (
+    block_count,
+    in_blocks,
+    pack,
+    pack_twelve_bits,
+    unpack,
+    unpack_twelve_bits,
+    whole_words,
+)
 
 CHUNK = 4096
 INDEX_BITS = 12
@@ -74,11 +82,7 @@ class ChunkedTopK(Codec):
         last = torch.where(kept, indices, 0).amax(1, keepdim=True)
         order, by_index = (2 * torch.where(kept, indices, last) + ~kept).sort(dim=1)
         codes = (high + 2 * (entries < 0)).gather(1, by_index)
-        pairs = (order >> 1).view(-1, 2)
-        three = packed_indices.view(-1, 3)
-        three[:, 0] = pairs[:, 0] & 0xFF
-        three[:, 1] = pairs[:, 0] >> 8 | (pairs[:, 1] & 0xF) << 4
-        three[:, 2] = pairs[:, 1] >> 4
+        pack_twelve_bits((order >> 1).view(-1), packed_indices)
         pack(codes.to(torch.uint8).view(-1), VALUE_BITS, packed_codes)
 
     def decode(self, packet: Tensor, values: Tensor, weight: float = 1.0) -> None:
@@ -86,9 +90,7 @@ class ChunkedTopK(Codec):
         self._check(values, packet)
         scales, packed_indices, packed_codes = self._sections(packet, values.numel())
         chunks, length = scales.numel(), values.numel()
-        three = packed_indices.view(-1, 3).to(torch.int64)
-        pairs = torch.stack([three[:, 0] | (three[:, 1] & 0xF) << 8, three[:, 1] >> 4 | three[:, 2] << 4], dim=1)
-        indices = pairs.view(chunks, self._k)
+        indices = unpack_twelve_bits(packed_indices).view(chunks, self._k)
         steps = indices.diff(dim=1)
         places = indices + CHUNK * torch.arange(chunks, device=values.device)[:, None]
         if bool((steps < 0).any()) or bool((places >= length).any()):
