@@ -71,8 +71,9 @@ class LocalSteps(Optimizer):
     Relatives, by their settings: `outer_lr=1, outer_momentum=0, compressor="none"` is local SGD (S. U. Stich: "Local
     SGD converges fast and communicates little", ICLR 2019), with any inner optimizer. The same with `"topk"`, `"qsgd"`
     or `"sign"` is Qsparse-local-SGD (D. Basu, D. Data, C. Karakus, S. Diggavi, NeurIPS 2019), whose error memory this
-    is. With `"chunked_topk"`, `residual_decay=0.95` and the outer settings of local SGD it is SparseLoCo. CSER (C. Xie
-    et al., NeurIPS 2020) applies the residual to the local parameters; that is not offered.
+    is. With `"chunked_topk"`, `residual_decay=0.95` and the outer settings of local SGD it is SparseLoCo, and with
+    `thinwire.MuonAdamW` as the inner optimizer MuLoCo: see `from_profile`. CSER (C. Xie et al., NeurIPS 2020) applies
+    the residual to the local parameters; that is not offered.
 
     `opt` behaves like `inner`: `param_groups`, `state`, `zero_grad()` and hyper-parameters are those of `inner`, and
     learning rate schedulers on either count inner steps. A GradScaler works as before: each worker has its own scale
@@ -200,12 +201,24 @@ class LocalSteps(Optimizer):
         | "diloco-int4" | int4 | 0.7, 0.9 | 4.25 bits per parameter and outer step |
         | "streaming-int4" | int4 | 0.7, 0.9 | fragments=5, delay=5, mix=0.5; needs `every` of at least 25 |
         | "sign" | sign | 0.7, 0.9 | 1 bit |
-        | "sparse-loco" | chunked_topk, k=64, residual_decay=0.95 | 1, 0 | 0.23 bits (Sarfi et al.: "Communication \
-          efficient LLM pre-training with SparseLoCo", arXiv 2508.15706, 2025) |
+        | "sparse-loco" | chunked_topk, k=64, union=True, residual_decay=0.95, clip_to_median=True | 1, 0 | 0.23 bits \
+          up, n times as many down (Sarfi et al.: "Communication efficient LLM pre-training with SparseLoCo", arXiv \
+          2508.15706, 2025; norms are limited to the median in its authors' runs over the internet) |
+        | "muloco" | int4 | 0.7, 0.6 | give it a `thinwire.MuonAdamW` (Thérien et al.: "MuLoCo: Muon is a practical \
+          inner optimizer for DiLoCo", arXiv 2505.23725, 2025) |
 
-        Differences from SparseLoCo: the answer is compressed too, with a residual at its owner, so that what a worker
-        receives does not grow with the number of workers. Updates of unusual norm are not clipped to the median of all
-        workers, as runs with workers that are not trusted do.
+        DeMo exchanges in every step and is no profile: `thinwire.compress(model, "dct_topk", residual_decay=0.999)`
+        with `thinwire.SignSGD`.
+
+        Differences from SparseLoCo: chunks of 4,096 neighbours in the flat space, where the authors have 64 x 64 of
+        each matrix. Values have two magnitudes, whose scale minimizes the error of the chunk. The answer has two bits
+        per value again, with a residual at its owner; all entries of all workers fit into it. With `union=False` it has
+        k entries, and what a worker receives does not grow with n. Norms are those of whole updates before compression,
+        not of each compressed tensor.
+
+        Differences from MuLoCo: int4 with residuals, as `"diloco-int4"`. The authors train without compression, and
+        with 2 and 4 bits: `compressor="none"`, or `"int2"`. Their sample configurations have an outer rate of 0.9 and a
+        momentum of 0.8 for many workers; 0.6 suits few workers and short runs.
 
         Args:
             profile: its name.

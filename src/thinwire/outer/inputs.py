@@ -82,8 +82,7 @@ def check_intervals(of_each_rank: Sequence[int] | None, peers: Peers, topology: 
     within = [of_each_rank[rank] for rank in topology.node_ranks()]
     if len(set(within)) > 1:
         raise ValueError(
-            f"every={list(of_each_rank)}: ranks {name_ranks(topology.node_ranks())} form one worker, and need the same "
-            "number"
+            f"every={list(of_each_rank)}: {name_ranks(topology.node_ranks())} form one worker, and need the same number"
         )
 
 

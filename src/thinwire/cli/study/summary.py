@@ -56,6 +56,12 @@ class Summary:
         """What a worker sends, for every step."""
         return [sent for steps, sent in self.results[0].bytes_sent for _ in range(steps)]
 
+    @property
+    def bits(self) -> float:
+        """The bits of a parameter that a worker sends in a step and direction, averaged over the run: 32 for AdamW."""
+        result, workers = self.results[0], self.task.workers
+        return 8 * sum(self.bytes_by_step()) / self.task.steps / result.parameters / (2 * (workers - 1) / workers)
+
     def seconds(self, bits_per_second: float, compute: float) -> float:
         """A run, if every worker had a link of its own, and a core: predicted.
 
