@@ -4,14 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from thinwire.compressors.codecs.chunked_topk import (
-    CHUNK,
-    INDEX_BITS,
-    SCALE_BITS,
-    VALUE_BITS,
-    ChunkedTopK,
-    check_entries,
-)
+from thinwire.compressors.codecs._entries import CHUNK, bits_per_value
+from thinwire.compressors.codecs.chunked_topk import VALUE_BITS, ChunkedTopK, check_entries
 from thinwire.compressors.error_feedback import ErrorFeedback
 from thinwire.compressors.gradient_compressor import Scheme
 from thinwire.kernels.ops import Kernels
@@ -72,8 +66,7 @@ class ChunkedTopKScheme(Scheme):
 
     def bits_per_value(self, workers: int) -> tuple[float, float]:
         """See `Scheme`."""
-        up, down = ((k * (INDEX_BITS + VALUE_BITS) + SCALE_BITS) / CHUNK for k in (self.k, self._answered(workers)))
-        return up, down
+        return bits_per_value(self.k, VALUE_BITS), bits_per_value(self._answered(workers), VALUE_BITS)
 
     def _answered(self, workers: int) -> int:
         return min(workers * self.k, CHUNK) if self.union else self.k

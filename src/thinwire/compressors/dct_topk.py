@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from thinwire.compressors.codecs.dct_topk import CHUNK, INDEX_BITS, SCALE_BITS, VALUE_BITS, DctTopK, check_entries
+from thinwire.compressors.codecs._entries import bits_per_value
+from thinwire.compressors.codecs.dct_topk import VALUE_BITS, DctTopK, check_entries
 from thinwire.compressors.error_feedback import ErrorFeedback
 from thinwire.compressors.gradient_compressor import Scheme
 from thinwire.kernels.ops import Kernels
@@ -65,5 +66,5 @@ class DctTopKScheme(Scheme):
 
     def bits_per_value(self, workers: int) -> tuple[float, float]:
         """See `Scheme`."""
-        bits = (self.k * (INDEX_BITS + VALUE_BITS) + SCALE_BITS) / CHUNK
+        bits = bits_per_value(self.k, VALUE_BITS)
         return bits, bits

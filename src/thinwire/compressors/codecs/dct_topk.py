@@ -18,20 +18,13 @@ from torch import Tensor
 
 from thinwire._checks import is_integer
 from thinwire.compressors.codecs import Codec
-from thinwire.compressors.codecs._blocks import (
-    block_count,
-    in_blocks,
-    pack_twelve_bits,
-    unpack_twelve_bits,
-    whole_words,
-)
+from thinwire.compressors.codecs._blocks import in_blocks, pack_twelve_bits, unpack_twelve_bits
+from thinwire.compressors.codecs._entries import CHUNK, Entries
 from thinwire.transport.memory import HOST
 
 SIDE = 64
-CHUNK = SIDE * SIDE
-INDEX_BITS = 12
+"""Of a chunk, as a matrix."""
 VALUE_BITS = 8
-SCALE_BITS = 32
 _LARGEST = 127
 _TABLE_BITS = 19
 """Entries of the table are multiples of 2 to the power of -19, and at most √(2/64): they have 17 bits."""
@@ -63,16 +56,16 @@ class DctTopK(Codec):
 
     def __init__(self, k: int) -> None:
         check_entries(k)
-        self._k = k
+        self._k, self._entries = k, Entries(k, VALUE_BITS)
 
     def nbytes(self, length: int) -> int:
         """See `Codec`."""
-        return whole_words(block_count(length, CHUNK) * (SCALE_BITS + self._k * (INDEX_BITS + VALUE_BITS)) // 8)
+        return self._entries.nbytes(length)
 
     def encode(self, values: Tensor, packet: Tensor) -> None:
         """See `Codec`."""
         self._check(values, packet)
-        scales, packed_indices, codes = self._sections(packet, values.numel())
+        scales, packed_indices, codes = self._entries.sections(packet, values.numel())
         table = _table(values.device)
         squares = in_blocks(values, CHUNK).view(-1, SIDE, SIDE).to(torch.float64)
         coefficients = (table @ squares @ table.T).view(-1, CHUNK) * 4.0**-_TABLE_BITS
@@ -81,31 +74,21 @@ class DctTopK(Codec):
         scales.copy_(entries.abs().amax(1) / _LARGEST)
         # A chunk of zeros has the scale 0. The scale has been rounded, so the largest may be a little above 127.
         exact = entries / scales.to(torch.float64).clamp_(min=torch.finfo(torch.float32).tiny)[:, None]
-        codes.copy_(exact.round_().clamp_(-_LARGEST, _LARGEST).to(torch.int8).view(-1))
+        codes.view(torch.int8).copy_(exact.round_().clamp_(-_LARGEST, _LARGEST).to(torch.int8).view(-1))
         pack_twelve_bits(indices.view(-1), packed_indices)
 
     def decode(self, packet: Tensor, values: Tensor, weight: float = 1.0) -> None:
         """See `Codec`."""
         self._check(values, packet)
         length = values.numel()
-        scales, packed_indices, codes = self._sections(packet, length)
+        scales, packed_indices, codes = self._entries.sections(packet, length)
         places = unpack_twelve_bits(packed_indices).view(-1, self._k)
         coefficients = torch.zeros(scales.numel(), CHUNK, dtype=torch.float64, device=values.device)
-        coefficients.scatter_(1, places, codes.view(-1, self._k).to(torch.float64))
+        coefficients.scatter_(1, places, codes.view(torch.int8).view(-1, self._k).to(torch.float64))
         table = _table(values.device)
         squares = (table.T @ coefficients.view(-1, SIDE, SIDE) @ table).view(-1, CHUNK)
         decoded = squares.mul_(scales.to(torch.float64)[:, None] * 4.0**-_TABLE_BITS).to(torch.float32)
         values.add_(decoded.view(-1)[:length].mul_(weight))
-
-    def _sections(self, packet: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
-        chunks = block_count(length, CHUNK)
-        scales, indices = chunks * SCALE_BITS // 8, chunks * self._k * INDEX_BITS // 8
-        codes = chunks * self._k * VALUE_BITS // 8
-        return (
-            packet[:scales].view(torch.float32),
-            packet[scales : scales + indices],
-            packet[scales + indices : scales + indices + codes].view(torch.int8),
-        )
 
 
 @functools.cache
