@@ -15,6 +15,7 @@ from thinwire import checkpoint
 from thinwire._version import __version__
 from thinwire.attach import attach
 from thinwire.averaging.handle import Compression
+from thinwire.averaging.sign_sgd import SignSGD
 from thinwire.compress import compress
 from thinwire.detach import detach
 from thinwire.errors import (
@@ -36,6 +37,7 @@ from thinwire.optimizers.onebit_lamb import OneBitLamb
 from thinwire.optimizers.sketched_amsgrad import SketchedAMSGrad
 from thinwire.optimizers.zero_one_adam import ZeroOneAdam
 from thinwire.outer.metrics import LocalMetrics
+from thinwire.outer.muon_adamw import MuonAdamW
 
 __all__ = [
     "Birder",
@@ -49,10 +51,12 @@ __all__ = [
     "LocalMetrics",
     "LocalSteps",
     "Metrics",
+    "MuonAdamW",
     "OneBitAdam",
     "OneBitLamb",
     "PeerLost",
     "ReplicasDiffer",
+    "SignSGD",
     "SketchedAMSGrad",
     "TooManySkips",
     "ZeroOneAdam",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from statistics import median
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from thinwire._checks import INT64_MAX, is_integer
+from thinwire._checks import INT64_MAX, check_fraction, is_integer
 from thinwire._torch_compat import scale_passed_to_step, unscales_in_step
 from thinwire.averaging.catalogue import rule_of
 from thinwire.optimizers.agreement import require_agreement, require_same
@@ -23,9 +25,9 @@ from thinwire.outer.fragment import Fragment, OuterStep, divide
 from thinwire.outer.inputs import (
     all_finite,
     check_alone,
-    check_fraction,
     check_gradient,
     check_inner,
+    check_intervals,
     inner_fields,
 )
 from thinwire.outer.metrics import LocalMetrics, local_metrics
@@ -69,8 +71,9 @@ class LocalSteps(Optimizer):
     Relatives, by their settings: `outer_lr=1, outer_momentum=0, compressor="none"` is local SGD (S. U. Stich: "Local
     SGD converges fast and communicates little", ICLR 2019), with any inner optimizer. The same with `"topk"`, `"qsgd"`
     or `"sign"` is Qsparse-local-SGD (D. Basu, D. Data, C. Karakus, S. Diggavi, NeurIPS 2019), whose error memory this
-    is. With `"chunked_topk"`, `residual_decay=0.95` and the outer settings of local SGD it is SparseLoCo. CSER (C. Xie
-    et al., NeurIPS 2020) applies the residual to the local parameters; that is not offered.
+    is. With `"chunked_topk"`, `residual_decay=0.95` and the outer settings of local SGD it is SparseLoCo, and with
+    `thinwire.MuonAdamW` as the inner optimizer MuLoCo: see `from_profile`. CSER (C. Xie et al., NeurIPS 2020) applies
+    the residual to the local parameters; that is not offered.
 
     `opt` behaves like `inner`: `param_groups`, `state`, `zero_grad()` and hyper-parameters are those of `inner`, and
     learning rate schedulers on either count inner steps. A GradScaler works as before: each worker has its own scale
@@ -96,7 +99,8 @@ class LocalSteps(Optimizer):
     Args:
         inner: the optimizer of this worker: any torch.optim.Optimizer over float parameters of the unwrapped module.
         every: the number of inner steps per outer step; or a function from the number of outer steps so far to it,
-            equal on all ranks.
+            equal on all ranks; or a list of numbers, one for each rank, equal on all ranks: a slow worker takes fewer
+            inner steps, so that nobody waits for it. Use `weighted` with it, and give the ranks of a node the same.
         compressor: the name of the compressor, as in `thinwire.compress`; "none" is the dense exchange of DiLoCo.
         outer_lr: the outer learning rate. May be assigned later, on all ranks.
         outer_momentum: the outer Nesterov momentum, in [0, 1). May be assigned later, on all ranks.
@@ -107,6 +111,10 @@ class LocalSteps(Optimizer):
             Otherwise what a worker learned during the delay is lost. θ_ref stays equal on all ranks.
         weighted: weigh the update of each rank by the work that it has counted with `count()`, for workers with unequal
             batches, or without data in some steps. It costs a small message per exchange, before it begins.
+        clip_to_median: shorten the update of a rank to the median of the norms of all ranks that have moved, before it
+            is compressed: Δ ← min(1, median/‖Δ‖)·Δ. For workers whose updates may be far too long, because of their
+            data or their hardware; a worker that sends wrong bytes on purpose is not stopped by it. It costs a small
+            message per exchange, before it begins.
         residual_decay: what residuals are multiplied by before each exchange, in [0, 1].
         process_group, topology, mesh, node_dtype, bucket_mb: as in `thinwire.compress`.
         max_consecutive_skips: raise TooManySkips after this many exchanges in a row in which an update was not finite.
@@ -132,6 +140,7 @@ class LocalSteps(Optimizer):
         delay: int = 0,
         mix: float = 0.0,
         weighted: bool = False,
+        clip_to_median: bool = False,
         residual_decay: float = 1.0,
         process_group: dist.ProcessGroup | None = None,
         topology: Choice = "auto",
@@ -154,7 +163,10 @@ class LocalSteps(Optimizer):
         self._mix = mix
         if not isinstance(weighted, bool):
             raise ValueError(f"weighted={weighted!r}: expected True or False")
+        if not isinstance(clip_to_median, bool):
+            raise ValueError(f"clip_to_median={clip_to_median!r}: expected True or False")
         self._weighted = weighted
+        self._clip_to_median = clip_to_median
         self._schedule = Schedule(every, fragments, delay)
         self._work = [0] * fragments
         """Of each fragment, the work that this rank has counted since its last exchange."""
@@ -189,12 +201,24 @@ class LocalSteps(Optimizer):
         | "diloco-int4" | int4 | 0.7, 0.9 | 4.25 bits per parameter and outer step |
         | "streaming-int4" | int4 | 0.7, 0.9 | fragments=5, delay=5, mix=0.5; needs `every` of at least 25 |
         | "sign" | sign | 0.7, 0.9 | 1 bit |
-        | "sparse-loco" | chunked_topk, k=64, residual_decay=0.95 | 1, 0 | 0.23 bits (Sarfi et al.: "Communication \
-          efficient LLM pre-training with SparseLoCo", arXiv 2508.15706, 2025) |
+        | "sparse-loco" | chunked_topk, k=64, union=True, residual_decay=0.95, clip_to_median=True | 1, 0 | 0.23 bits \
+          up, n times as many down (Sarfi et al.: "Communication efficient LLM pre-training with SparseLoCo", arXiv \
+          2508.15706, 2025; norms are limited to the median in its authors' runs over the internet) |
+        | "muloco" | int4 | 0.7, 0.6 | give it a `thinwire.MuonAdamW` (Thérien et al.: "MuLoCo: Muon is a practical \
+          inner optimizer for DiLoCo", arXiv 2505.23725, 2025) |
 
-        Differences from SparseLoCo: the answer is compressed too, with a residual at its owner, so that what a worker
-        receives does not grow with the number of workers. Updates of unusual norm are not clipped to the median of all
-        workers, as runs with workers that are not trusted do.
+        DeMo exchanges in every step and is no profile: `thinwire.compress(model, "dct_topk", residual_decay=0.999)`
+        with `thinwire.SignSGD`.
+
+        Differences from SparseLoCo: chunks of 4,096 neighbours in the flat space, where the authors have 64 x 64 of
+        each matrix. Values have two magnitudes, whose scale minimizes the error of the chunk. The answer has two bits
+        per value again, with a residual at its owner; all entries of all workers fit into it. With `union=False` it has
+        k entries, and what a worker receives does not grow with n. Norms are those of whole updates before compression,
+        not of each compressed tensor.
+
+        Differences from MuLoCo: int4 with residuals, as `"diloco-int4"`. The authors train without compression, and
+        with 2 and 4 bits: `compressor="none"`, or `"int2"`. Their sample configurations have an outer rate of 0.9 and a
+        momentum of 0.8 for many workers; 0.6 suits few workers and short runs.
 
         Args:
             profile: its name.
@@ -257,7 +281,7 @@ class LocalSteps(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Take one inner step. Every `every` calls, exchange with all ranks and take an outer step.
 
-        All ranks call it equally often.
+        All ranks call it equally often; if `every` has a number for each rank, then as often as that per outer step.
 
         Args:
             closure: re-evaluates the model and returns the loss, as in torch.optim. The inner optimizer calls it, and
@@ -269,18 +293,16 @@ class LocalSteps(Optimizer):
         """
         self._prepare()
         loss = self._inner_step() if closure is None else self.inner.step(closure)
-        every = self._schedule.length
-        fragment = self._schedule.advance()
+        fragment, common = self._schedule.advance()
         step = self._schedule.step
         for each in self._fragments:
             each.moved = True
             if each.due is not None and each.due <= step:
                 each.apply(self._mix)
         if fragment is not None:
-            chosen = self._fragments[fragment]
-            chosen.start(step, step + self._schedule.delay, every, self._outer_step(), self._weight(fragment))
+            self._start(fragment, step + self._schedule.delay, common)
             if not self._schedule.delay:
-                chosen.apply(self._mix)
+                self._fragments[fragment].apply(self._mix)
         return loss
 
     def _inner_step(self) -> None:
@@ -326,6 +348,22 @@ class LocalSteps(Optimizer):
             )
         return len(of_ranks) * own / sum(of_ranks)
 
+    def _start(self, number: int, due: int, common: Mapping[str, int]) -> None:
+        """Begin the exchange of a fragment. All ranks call it."""
+        fragment, outer = self._fragments[number], self._outer_step()
+        weight = self._weight(number)
+        if self._clip_to_median:
+            weight *= self._clipping(fragment)
+        fragment.start(due, common, outer, weight)
+
+    def _clipping(self, fragment: Fragment) -> float:
+        """What makes ‖Δ‖ of this rank at most the median of all ranks that have moved. All ranks call it."""
+        norm = math.sqrt(fragment.measure())
+        norms = self._peers.gather_float(norm, "the norms of the updates of all ranks", self._schedule.step)
+        moved = [each for each in norms if 0 < each < math.inf]
+        # Without a finite norm, all ranks drop the exchange.
+        return min(1.0, median(moved) / norm) if norm in moved else 1.0
+
     def _params(self) -> list[Tensor]:
         return [p for group in self.inner.param_groups for p in group["params"]]
 
@@ -352,6 +390,7 @@ class LocalSteps(Optimizer):
         if self._closed:
             raise RuntimeError("this LocalSteps is closed: make a new one, and load the state_dict() of this one")
         self._peers = peers = Peers.of(self._process_group)
+        self._schedule.rank = peers.rank
         on_all_ranks(peers, self._check_first)
         require_agreement(peers, self._description())
         if self._schedule.step == 0:
@@ -364,7 +403,9 @@ class LocalSteps(Optimizer):
     def _check_first(self) -> None:
         self._build()
         params = [p for fragment in self._fragments for p in fragment.params]
-        check_alone(params, self._peers, self._fragments[0].averager._topology)
+        topology = self._fragments[0].averager._topology
+        check_alone(params, self._peers, topology)
+        check_intervals(self._schedule.of_each_rank, self._peers, topology)
         for p in params:
             check_gradient(p)
         self._schedule.length  # noqa: B018 - raises if `every` returns something else than a length
@@ -414,14 +455,14 @@ class LocalSteps(Optimizer):
         schedule = self._schedule
         return {
             "every": "a function" if callable(schedule.every) else schedule.every,
-            "the length of the interval": schedule.length,
+            **{f"the number of {name}": value for name, value in schedule.common().items()},
             "fragments": schedule.fragments,
             "delay": schedule.delay,
             "mix": self._mix,
             "weighted": self._weighted,
+            "clip_to_median": self._clip_to_median,
             "outer_lr": float(self.outer_lr),
             "outer_momentum": float(self.outer_momentum),
-            "the number of inner steps": schedule.step,
             "the class of the inner optimizer": type(self.inner).__name__,
             **dict(inner_fields(self.inner)),
         }
@@ -449,8 +490,11 @@ class LocalSteps(Optimizer):
             RuntimeError: on all ranks, if some of them did not call it, or have taken other numbers of steps.
         """
         peers = Peers.of(self._process_group)
-        seen = peers.gather((self._schedule.step, self.is_synchronized, model is None), "synchronize() of LocalSteps")
-        require_same("the number of inner steps at synchronize()", [repr(step) for step, _, _ in seen])
+        unequal = self._schedule.of_each_rank is not None
+        done = self._schedule.outer_step if unequal else self._schedule.step
+        seen = peers.gather((done, self.is_synchronized, model is None), "synchronize() of LocalSteps")
+        kind = "outer" if unequal else "inner"
+        require_same(f"the number of {kind} steps at synchronize()", [repr(step) for step, _, _ in seen])
         require_same("whether replicas are equal at synchronize()", [repr(equal) for _, equal, _ in seen])
         require_same("whether synchronize() has no model", [repr(without) for _, _, without in seen])
         if not self.is_synchronized:
@@ -458,9 +502,9 @@ class LocalSteps(Optimizer):
             for fragment in self._fragments:
                 if fragment.due is not None:
                     fragment.apply(self._mix)
-            step, every = self._schedule.step, self._schedule.length
+            common = self._schedule.common()
             for number, fragment in enumerate(self._fragments):
-                fragment.start(step, step, every, self._outer_step(), self._weight(number))
+                self._start(number, self._schedule.step, common)
                 fragment.apply(0.0)
             self._schedule.restart()
         if model is not None:
@@ -508,6 +552,7 @@ class LocalSteps(Optimizer):
             self._skipped_steps,
             [averager.metrics() for averager in averagers],
             [fragment.motion for fragment in self._fragments],
+            self._peers.size,
         )
 
     # Saving ----------------------------------------------------------------------------------------------------------

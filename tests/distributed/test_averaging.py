@@ -17,6 +17,7 @@ from tests.distributed.common import MANY_CASES_SECONDS, by_case, each_case, run
 from tests.oracles import averaging
 from tests.oracles.averaging import AveragingOracle, Compress, SketchedOracle
 from thinwire.compressors.chunked_topk import ChunkedTopKScheme
+from thinwire.compressors.dct_topk import DctTopKScheme
 from thinwire.compressors.gradient_compressor import GradientCompressor, Scheme
 from thinwire.compressors.gtopk import GlobalTopKScheme
 from thinwire.compressors.natural import NaturalScheme
@@ -73,6 +74,13 @@ CASES: dict[str, Case] = {
     "gtopk": same(GlobalTopKScheme(0.05), averaging.top_k(0.05)),
     "randomk": same(RandomKScheme(0.1, seed=5), averaging.random_k(0.1), owner_residual=False, seed=5),
     "chunked_topk": same(ChunkedTopKScheme(k=16), averaging.chunked_top_k(16)),
+    "chunked_topk, union": Case(
+        ChunkedTopKScheme(k=16, union=True),
+        lambda numels, workers, **more: AveragingOracle(
+            numels, workers, averaging.chunked_top_k(16), averaging.chunked_top_k(16 * workers), **more
+        ),
+    ),
+    "dct_topk": same(DctTopKScheme(k=16), averaging.dct_top_k(16)),
     "qsgd": same(QSGDScheme(block=96, seed=1), averaging.levels(7, 96, "max"), **NO_MEMORY, seed=1),
     "qsgd, l2, 8 bits": same(QSGDScheme(100, norm="l2"), averaging.levels(100, 512, "l2"), **NO_MEMORY),
     "qsgd, error feedback": same(QSGDScheme(15, block=64, error_feedback=True), averaging.levels(15, 64, "max")),

@@ -30,7 +30,8 @@ def mean(updates: list[Arrays]) -> Arrays:
 class LocalSteps:
     """`fragments` has for each fragment the indices of its parameters, and the function that averages them.
 
-    `work` has for each worker how much it does in a step, for an average that is weighted by it.
+    `work` has for each worker how much it does in a step, for an average that is weighted by it. With
+    `clip_to_median`, no ‖Δ‖ is above the median of those that are not zero.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class LocalSteps:
         delay: int = 0,
         mix: float = 0.0,
         work: Sequence[int] | None = None,
+        clip_to_median: bool = False,
     ) -> None:
         self.theta = [[p.copy() for p in params] for _ in range(workers)]
         self.reference = [p.copy() for p in params]
@@ -52,7 +54,7 @@ class LocalSteps:
         self.fragments, self.every = fragments, every
         self.eta, self.mu, self.alpha = np.float32(outer_lr), np.float32(outer_momentum), np.float32(mix)
         self.rest = np.float32(1.0 - mix)
-        self.delay = delay
+        self.delay, self.clip_to_median = delay, clip_to_median
         self.weights = [workers * own / sum(work) for own in work] if work is not None else None
         self.step_number = self.interval = self.begun = 0
         self.pending: list[tuple[int, int, Arrays]] = []
@@ -76,6 +78,11 @@ class LocalSteps:
     def send(self, number: int, due: int) -> None:
         indices, average = self.fragments[number]
         updates = [[self.reference[i] - theta[i] for i in indices] for theta in self.theta]
+        if self.clip_to_median:
+            norms = [np.sqrt(sum(float(np.sum(u.astype(np.float64) ** 2)) for u in own)) for own in updates]
+            median = np.median([norm for norm in norms if norm > 0])
+            factors = [np.float32(min(1.0, median / norm)) if norm > 0 else np.float32(1.0) for norm in norms]
+            updates = [[f * u for u in own] for f, own in zip(factors, updates, strict=True)]
         if self.weights is not None:
             updates = [[np.float32(w) * u for u in own] for w, own in zip(self.weights, updates, strict=True)]
         self.pending.append((due, number, average(updates)))

@@ -22,6 +22,7 @@ from thinwire.compressors.codecs import AddingCodec, Codec, Projection
 from thinwire.compressors.codecs.block_sign import BlockSign, FixedSign, HalfMeans
 from thinwire.compressors.codecs.chunked_topk import ChunkedTopK
 from thinwire.compressors.codecs.count_sketch import CountSketch
+from thinwire.compressors.codecs.dct_topk import DctTopK
 from thinwire.compressors.codecs.dense import Floats
 from thinwire.compressors.codecs.levels import Levels
 from thinwire.compressors.codecs.natural import Natural
@@ -43,6 +44,7 @@ CODECS: dict[str, Callable[[Kernels], Codec]] = {
     "union that is dense": lambda kernels: Union(kernels, 0.3, 3),
     "random tenth": lambda kernels: RandomK(kernels, 0.1),
     "chunks": lambda kernels: ChunkedTopK(8),
+    "cosine coefficients": lambda kernels: DctTopK(8),
     "levels of 2 bits": lambda kernels: Levels(1, 64, "max"),
     "levels of 4 bits": lambda kernels: Levels(7, 96, "l2"),
     "levels of 8 bits": lambda kernels: Levels(127, 512, "max"),

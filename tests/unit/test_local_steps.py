@@ -24,6 +24,21 @@ def sgd(*params: Tensor, lr: float = 0.1) -> torch.optim.Optimizer:
 WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "every": (lambda: thinwire.LocalSteps(sgd(), every=0), ValueError, "every=0: expected a number of inner steps"),
     "a bool": (lambda: thinwire.LocalSteps(sgd(), every=True), ValueError, "every=True: expected"),
+    "of each rank": (
+        lambda: thinwire.LocalSteps(sgd(), [3, 0]),
+        ValueError,
+        r"every\[1\]=0: expected a number of inner",
+    ),
+    "clip_to_median": (
+        lambda: thinwire.LocalSteps(sgd(), clip_to_median=1),  # type: ignore[arg-type]
+        ValueError,
+        "clip_to_median=1: expected",
+    ),
+    "demo": (
+        lambda: thinwire.LocalSteps.from_profile("demo", sgd()),
+        ValueError,
+        r"profile='demo': DeMo exchanges in every step.*thinwire.compress\(model, \"dct_topk\", residual_decay=0.999\)",
+    ),
     "compressor": (lambda: thinwire.LocalSteps(sgd(), 3, "int5"), ValueError, "compressor='int5': expected one of"),
     "option": (lambda: thinwire.LocalSteps(sgd(), 3, ratio=0.1), TypeError, "'int4' has no option 'ratio'"),
     "outer_lr": (lambda: thinwire.LocalSteps(sgd(), outer_lr=0.0), ValueError, r"outer_lr=0.0: expected a number > 0"),
@@ -191,7 +206,7 @@ def test_fragments_are_balanced_and_strided() -> None:
 @pytest.mark.parametrize(("every", "fragments", "delay"), [(5, 1, 0), (6, 3, 2), (7, 3, 1), (8, 8, 1)])
 def test_one_fragment_is_in_flight_at_a_time(every: int, fragments: int, delay: int) -> None:
     schedule = Schedule(every, fragments, delay)
-    sent = [schedule.advance() for _ in range(3 * every)]
+    sent = [schedule.advance()[0] for _ in range(3 * every)]
     assert sent.count(None) == 3 * (every - fragments)
     steps = np.flatnonzero([fragment is not None for fragment in sent])
     assert (np.diff(steps) >= max(delay, 1)).all()

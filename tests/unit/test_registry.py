@@ -44,9 +44,8 @@ def test_names_of_averagings() -> None:
 
 
 def test_names_of_local_steps() -> None:
-    studied = [
-        f"{profile}-h{every}" for profile in ("diloco", "diloco-int4", "sparse-loco", "sign") for every in INTERVALS
-    ]
+    profiles = ("diloco", "diloco-int4", "sparse-loco", "sign", "muloco")
+    studied = [f"{profile}-h{every}" for profile in profiles for every in INTERVALS]
     assert [*LOCAL_RUNS] == [*studied, "streaming-int4-h30"]
     assert [name for name in STEP_METHODS if name in LOCAL_RUNS] == [
         "diloco-h30",
@@ -58,13 +57,26 @@ def test_names_of_local_steps() -> None:
     assert not any(STUDIED[name].by_default for name in LOCAL_RUNS)
     for name, bits in {"diloco-h5": 32 / 5, "diloco-int4-h30": 4.25 / 30, "sign-h15": 1 / 15}.items():
         assert LOCAL_RUNS[name].bits(4) == (bits, bits)
+    assert LOCAL_RUNS["sparse-loco-h30"].bits(4) == (928 / 4096 / 30, 3616 / 4096 / 30), "answers have all entries"
+    rates = {name: STUDIED[name].settings_of for name in LOCAL_RUNS if not STUDIED[name].searches_rate}
+    assert rates == {
+        "diloco-int4-h5": "diloco-h5",
+        "diloco-int4-h15": "diloco-h15",
+        "diloco-int4-h30": "diloco-h30",
+        "sign-h5": "diloco-h5",
+        "sign-h15": "diloco-h15",
+        "sign-h30": "diloco-h30",
+        "streaming-int4-h30": "diloco-h30",
+    }, "the others search a rate, and have AdamW's betas and decay"
 
 
 def test_every_public_optimizer_is_registered() -> None:
     public = [getattr(thinwire, name) for name in thinwire.__all__]
     classes = {c for c in public if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)}
-    # Local steps are of any optimizer.
-    assert classes - {thinwire.LocalSteps} == {entry.optimizer for entry in OPTIMIZERS.values()}
+    # Local steps are of any optimizer, and two know nothing of other ranks.
+    assert classes - {thinwire.LocalSteps, thinwire.MuonAdamW, thinwire.SignSGD} == {
+        entry.optimizer for entry in OPTIMIZERS.values()
+    }
 
 
 ADD_ONE = """

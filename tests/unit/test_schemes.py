@@ -20,11 +20,13 @@ from thinwire.compressors.chunked_topk import ChunkedTopKScheme
 from thinwire.compressors.codecs import Codec, RandomCodec
 from thinwire.compressors.codecs.block_sign import BlockSign, FixedSign, HalfMeans
 from thinwire.compressors.codecs.chunked_topk import ChunkedTopK
+from thinwire.compressors.codecs.dct_topk import DctTopK
 from thinwire.compressors.codecs.levels import Levels
 from thinwire.compressors.codecs.natural import Natural
 from thinwire.compressors.codecs.randomk import RandomK
 from thinwire.compressors.codecs.sign import Sign
 from thinwire.compressors.codecs.topk import TopK, Union
+from thinwire.compressors.dct_topk import DctTopKScheme
 from thinwire.compressors.error_feedback import ErrorFeedback
 from thinwire.compressors.gradient_compressor import Scheme
 from thinwire.compressors.gtopk import GlobalTopKScheme
@@ -50,6 +52,8 @@ SCHEMES: dict[str, Scheme] = {
     "gtopk": GlobalTopKScheme(),
     "randomk": RandomKScheme(),
     "chunked_topk": ChunkedTopKScheme(),
+    "chunked_topk, union": ChunkedTopKScheme(union=True),
+    "dct_topk": DctTopKScheme(),
     "qsgd": QSGDScheme(),
     "qsgd, error feedback": QSGDScheme(error_feedback=True),
     "qsgd, 2 bits": QSGDScheme(levels=1),
@@ -137,6 +141,9 @@ def test_the_bits_are_those_of_the_documentation() -> None:
     assert TopKScheme(0.25).bits_per_value(4) == (16.0, 32.0)
     assert RandomKScheme(0.25).bits_per_value(4) == (8.0, 8.0)
     assert ChunkedTopKScheme().bits_per_value(4) == (928 / 4096, 928 / 4096)
+    assert ChunkedTopKScheme(union=True).bits_per_value(4) == (928 / 4096, 3616 / 4096)
+    assert ChunkedTopKScheme(k=2048, union=True).bits_per_value(4) == (28704 / 4096, 57376 / 4096)
+    assert DctTopKScheme().bits_per_value(4) == (672 / 4096, 672 / 4096)
     assert QSGDScheme().bits_per_value(4) == (4.0625, 4.0625)
     assert TernGradScheme().bits_per_value(4) == (2.0625, 2.0625)
     assert NaturalScheme().bits_per_value(4) == (9.0, 9.0)
@@ -154,6 +161,9 @@ def test_the_bits_are_those_of_the_documentation() -> None:
         (lambda: RandomKScheme(math.nan), r"^ratio=nan: expected a number in \(0, 1\]"),
         (lambda: RandomKScheme(seed=-1), r"^seed=-1: expected an integer in \[0, 2\*\*63\)"),
         (lambda: ChunkedTopKScheme(k=6), r"^k=6: expected a multiple of 4 from 4 to 4096"),
+        (lambda: ChunkedTopKScheme(union=1), r"^union=1: expected True or False"),  # type: ignore[arg-type]
+        (lambda: DctTopKScheme(k=5), r"^k=5: expected an even number from 2 to 4096"),
+        (lambda: DctTopKScheme(k=0), r"^k=0: expected an even number"),
         (lambda: ChunkedTopKScheme(k=8192), r"^k=8192: expected a multiple of 4 from 4 to 4096"),
         (lambda: QSGDScheme(levels=128), r"^levels=128: expected an integer from 1 to 127"),
         (lambda: QSGDScheme(block=0), r"^block=0: expected an integer from 8 to 2\*\*20"),
@@ -231,6 +241,25 @@ def test_long_vectors_are_encoded_piece_by_piece_as_one(name: str) -> None:
     values = heavy_tailed(70_001, 0)
     wanted = oracle(values.double().numpy(), Keys(1, 2))
     np.testing.assert_allclose(through(make(), values, 1, 2), wanted, rtol=1e-5, atol=1e-30)
+
+
+@pytest.mark.parametrize("length", [64, 500, 5000, 70_001])
+def test_cosine_coefficients_are_those_of_the_oracle(length: int) -> None:
+    for k in (2, 32):
+        values = heavy_tailed(length, k)
+        wanted = averaging.dct_top_k(k)(values.double().numpy(), Keys(0, 0))
+        np.testing.assert_array_equal(through(DctTopK(k), values), wanted.astype(np.float32))
+
+
+def test_a_cosine_is_one_coefficient() -> None:
+    """A wave over rows and columns goes into one of 4,096 numbers; noise does not."""
+    row, column = torch.arange(64)[:, None] + 0.5, torch.arange(64)[None, :] + 0.5
+    wave = torch.cos(torch.pi * 3 * row / 64) * torch.cos(torch.pi * 5 * column / 64)
+    assert lost(DctTopK(2), wave.flatten()) < 1e-8
+    noise = torch.randn(4096, generator=torch.Generator().manual_seed(0))
+    assert 0.9 < lost(DctTopK(2), noise) < 1
+    assert lost(DctTopK(4096), noise) < 1e-4, "all of them, with 8 bits"
+    assert not through(DctTopK(2), torch.zeros(100)).any()
 
 
 # Contractions --------------------------------------------------------------------------------------------------------

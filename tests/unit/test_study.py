@@ -34,7 +34,16 @@ from thinwire.cli.study.plots import plot_task
 from thinwire.cli.study.references import DistributedLion, MeanAdamW, MeanSGD
 from thinwire.cli.study.report import rates, section
 from thinwire.cli.study.runs import VALIDATIONS, Point, Result, Run, run_virtually, train
-from thinwire.cli.study.search import FRESH_SEEDS, RATES, SEARCH_RUNS, SEARCH_SEED, search_runs, study, takes_part
+from thinwire.cli.study.search import (
+    FRESH_SEEDS,
+    RATES,
+    SEARCH_RUNS,
+    SEARCH_SEED,
+    rounded,
+    search_runs,
+    study,
+    takes_part,
+)
 from thinwire.cli.study.store import Store
 from thinwire.cli.study.summary import Summary, summaries
 from thinwire.cli.study.tasks import FineTuningTask, PictureTask, Score, Sources, Task, TextTask, tasks
@@ -151,13 +160,17 @@ def train_in_rank(rank: int, world_size: int, runs: list[Run]) -> list[Result]:
     return [train(rank, world_size, run, lambda _: None, ddp=True) for run in runs]
 
 
+THIN = ("sparse-loco-h5", "streaming-int4-h30", "demo")
+"""Of the methods that run only if they are named, those that are compared here."""
+
+
 def test_virtual_and_real_workers_give_the_same_results(tmp_path: Path) -> None:
     """Every method, and of local steps one in fragments and one that is not: losses to the last bit, and every byte."""
     runs = [
         Run(small(tmp_path, task), name, Setting(method.lr, method.betas[0], method.decays[0]), seed=3)
         for name, method in METHODS.items()
         for task in ("text", "pictures")
-        if method.only in (None, task) and (method.by_default or name in ("sparse-loco-h5", "streaming-int4-h30"))
+        if method.only in (None, task) and (method.by_default or name in THIN)
     ]
     expected = run_ranks(train_in_rank, 4, runs, timeout=100)[0]
     for run, processes in zip(runs, expected, strict=True):
@@ -413,13 +426,21 @@ def test_the_page_has_the_tables_that_the_command_prints(tmp_path: Path) -> None
     page = (ROOT / "docs" / "convergence.md").read_text(encoding="utf-8")
     run = [task for task in tasks(Sources()).values() if (copied / task.name).exists()]
     assert {"text", "pictures", "fine-tuning"} <= {task.name for task in run}
-    by_task = [summaries(copied, task, list(METHODS)) for task in run]
+    everything_by_task = [summaries(copied, task, list(METHODS)) for task in run]
+    by_task = [[summary for summary in found if not summary.method.thin] for found in everything_by_task]
     assert rates(by_task) in page
+    local_steps = (ROOT / "docs" / "local-steps.md").read_text(encoding="utf-8")
+    _, _, thin = local_steps.partition("## How thin can my wire be?")
+    rows = [line for line in thin.partition("\n## ")[0].splitlines() if line.startswith("| ") and "---" not in line]
+    assert len(rows) > 5
+    assert set(rows) <= set(tables.splitlines())
+    assert "convergence/thin-wires.png" in thin
     for task in run:
-        found = summaries(copied, task, list(METHODS))
-        shown = {summary.method.name for summary in found} - ({"adamw"} if task.reference is not None else set())
+        everything = summaries(copied, task, list(METHODS))
+        shown = {summary.method.name for summary in everything} - ({"adamw"} if task.reference is not None else set())
         assert shown == {path.stem for path in (copied / task.name).glob("*.json")}
-        searched = {name for name, method in METHODS.items() if method.settings_of is None}
+        found = [summary for summary in everything if not summary.method.thin]
+        searched = {name for name, method in METHODS.items() if method.settings_of is None and not method.thin}
         assert shown >= {name for name in searched if takes_part(task, METHODS[name])}
         assert section(task, found) in page
         assert f"convergence/{task.name}.png" in page
@@ -455,6 +476,34 @@ def test_a_whole_study_that_is_stopped_and_goes_on(tmp_path: Path) -> None:
     task = replace(tasks(where)["text"], steps=2)
     assert len(summaries(tmp_path / "out", task, list(METHODS))) == 2
     assert "Birder, bit" in tables
+
+
+@pytest.mark.timeout(180)
+def test_local_steps_search_a_rate_and_are_compared_by_their_bits(tmp_path: Path) -> None:
+    """diloco-h5 has AdamW's betas and decay, and searches a rate; its int4 has all of its settings."""
+    out, where = tmp_path / "out", sources(tmp_path)
+    arguments = ["--output", str(out), "--text", str(where.text), "--steps", "5", "--jobs", "2", "--task", "text"]
+    names = ["diloco-int4-h5", "diloco-h5", "adamw"]
+    done = invoke(*arguments, *(word for name in names for word in ("--method", name)))
+    assert done.exit_code == 0, done.output
+    task = replace(tasks(where)["text"], steps=5)
+    found = {summary.method.name: summary for summary in summaries(out, task, list(METHODS))}
+    adamw, dense, int4 = found["adamw"], found["diloco-h5"], found["diloco-int4-h5"]
+    assert (dense.setting.betas, dense.setting.weight_decay) == (adamw.setting.betas, adamw.setting.weight_decay)
+    assert int4.setting == dense.setting
+    runs = json.loads((out / "text" / "diloco-h5.json").read_text(encoding="utf-8"))["runs"]
+    tried = [run["setting"]["lr"] for run in runs if run["seed"] == 0]
+    assert len(set(tried)) == RATES
+    assert tried[0] == rounded(adamw.setting.lr / 2)
+    assert adamw.bits == pytest.approx(32)
+    assert dense.bits == pytest.approx(32 / 5, rel=0.02)
+    assert int4.bits == pytest.approx(4.25 / 5, rel=0.05)
+    tables = (out / "tables.md").read_text(encoding="utf-8")
+    table = tables[tables.index("How thin") :]
+    places = [table.index(f"| {title} |") for title in ("AdamW", "diloco, every 5", "diloco-int4, every 5")]
+    assert places == sorted(places), "the thickest wire comes first"
+    assert "diloco" not in tables[: tables.index("How thin")]
+    assert (out / "thin-wires.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.timeout(180)

@@ -11,6 +11,7 @@ from typing import Any
 from thinwire.averaging.powersgd import PowerSgdRule
 from thinwire.averaging.rule import AveragingRule, ElementwiseRule
 from thinwire.compressors.chunked_topk import ChunkedTopKScheme
+from thinwire.compressors.dct_topk import DctTopKScheme
 from thinwire.compressors.gradient_compressor import Scheme
 from thinwire.compressors.gtopk import GlobalTopKScheme
 from thinwire.compressors.lossless import LosslessScheme
@@ -40,6 +41,7 @@ SCHEMES: Mapping[str, Callable[..., Scheme]] = {
     "topk": TopKScheme,
     "gtopk": GlobalTopKScheme,
     "chunked_topk": ChunkedTopKScheme,
+    "dct_topk": DctTopKScheme,
     "randomk": RandomKScheme,
     "count_sketch": CountSketchScheme,
     "none": LosslessScheme,

@@ -25,15 +25,14 @@ COMMANDS: frozenset[Command] = frozenset({"demo", "bench exchange", "bench step"
 """Those that offer averagings."""
 
 
-class AveragedAdamW(torch.optim.AdamW):
-    """AdamW, after `step()` has averaged the gradients as `thinwire.compress` does, but without DDP.
-
-    For virtual workers, and to measure the exchange alone.
+class _AveragesFirst(torch.optim.Optimizer):
+    """`step()` averages the gradients as `thinwire.compress` does, but without DDP: for virtual workers, and to measure
+    the exchange alone.
 
     Args:
         params: as in torch.optim.
         averager: averages the gradients of the same parameters.
-        **settings: AdamW's.
+        **settings: the optimizer's.
     """
 
     def __init__(self, params: Iterable[nn.Parameter], averager: GradientAverager, **settings: Any) -> None:
@@ -52,6 +51,14 @@ class AveragedAdamW(torch.optim.AdamW):
         """One step of all workers."""
         self.average()
         return super().step(closure)
+
+
+class AveragedAdamW(_AveragesFirst, torch.optim.AdamW):
+    """AdamW with averaged gradients."""
+
+
+class AveragedSignSGD(_AveragesFirst, thinwire.SignSGD):
+    """SignSGD with averaged gradients: DeMo, if they are averaged as it does."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,6 +100,8 @@ class Fragment:
         """Whether some rank's update was not finite."""
         self.moved = False
         """Whether this rank has taken inner steps since its parameters had the reference values."""
+        self._measured = False
+        """Whether `update` has how far this rank has moved, before `start`."""
         self._own_square = 0.0
         self.motion: Motion | None = None
         """How far this rank and the mean of all have moved, in the last exchange that was applied."""
@@ -116,33 +118,49 @@ class Fragment:
 
     # An exchange -----------------------------------------------------------------------------------------------------
 
-    def start(self, step: int, due: int, every: int, outer: OuterStep, weight: float = 1.0) -> None:
-        """Encode how far the parameters have moved. All ranks call this after the same inner step.
+    def measure(self) -> float:
+        """Before `start`, compute how far the parameters have moved. Returns ‖Δ‖²."""
+        for index in range(len(self.params)):
+            self._subtract(index)
+        self._measured = True
+        self._own_square = _dot(self.update, self.update)
+        return self._own_square
+
+    def start(self, due: int, common: Mapping[str, int], outer: OuterStep, weight: float = 1.0) -> None:
+        """Encode how far the parameters have moved. All ranks call this after the same inner step of an interval.
 
         Args:
-            step: the number of inner steps so far.
-            due: the number of inner steps after which it is applied.
-            every: the length of the interval.
+            due: the number of inner steps of this rank after which it is applied.
+            common: numbers on which all ranks must agree.
             outer: the numbers of the outer step.
-            weight: what the update of this rank is multiplied by; its mean over all ranks is 1.
+            weight: what the update of this rank is multiplied by.
         """
+        if weight != 1.0 and not self._measured:
+            self.measure()
         averager = self.averager
-        averager.agree_on(outer_lr=outer.lr, outer_momentum=outer.momentum, every=every, inner_steps=step)
+        averager.agree_on(outer_lr=outer.lr, outer_momentum=outer.momentum, **common)
         averager.begin()
-        for reference, p, update in zip(self.references, self.params, self._updates, strict=True):
-            moved = update.view(p.shape)
-            if p.dtype == torch.float32:
-                torch.sub(reference, p, out=moved)
-            else:
-                # Not minus the reference itself: it has more digits than the parameter began with.
-                moved.copy_(reference.to(p.dtype)).sub_(p)
+        for index, (reference, update) in enumerate(zip(self.references, self._updates, strict=True)):
+            if not self._measured:
+                self._subtract(index)
             if weight != 1.0:
                 update.mul_(weight)
             # A parameter that did not move is not in the packets: signs have no zero.
             averager.add(reference, update, present=_has_values(update))
-        self._own_square = _dot(self.update, self.update)
+        if not self._measured:
+            self._own_square = _dot(self.update, self.update)
+        self._measured = False
         self.due, self._outer = due, outer
         self._collected = self._dropped = False
+
+    def _subtract(self, index: int) -> None:
+        reference, p = self.references[index], self.params[index]
+        moved = self._updates[index].view(p.shape)
+        if p.dtype == torch.float32:
+            torch.sub(reference, p, out=moved)
+        else:
+            # Not minus the reference itself: it has more digits than the parameter began with.
+            moved.copy_(reference.to(p.dtype)).sub_(p)
 
     def collect(self) -> None:
         """Wait for the average, if that has not been done. It does not matter when."""

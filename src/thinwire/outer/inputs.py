@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -46,19 +45,6 @@ def check_inner(inner: object) -> None:
     check_parameters(params)
 
 
-def check_fraction(name: str, value: float, *, below: float = math.inf, above: float = 0.0, least: bool = True) -> None:
-    """Reject a number that is out of range.
-
-    Raises:
-        ValueError: naming the argument, its value, and the range.
-    """
-    fine = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not fine or not above <= value < below or (value == above and not least):
-        opening = "[" if least else "("
-        wanted = f"in {opening}{above:g}, {below:g})" if below < math.inf else f"{'>=' if least else '>'} {above:g}"
-        raise ValueError(f"{name}={value!r}: expected a number {wanted}")
-
-
 def check_alone(params: Sequence[Tensor], peers: Peers, topology: Topology) -> None:
     """Reject parameters whose gradients something else averages between workers in every step.
 
@@ -81,6 +67,23 @@ def check_alone(params: Sequence[Tensor], peers: Peers, topology: Topology) -> N
                     f"replicas together. Or, with several ranks per site, let {type(model).__name__} average inside a "
                     "site (process_group= with its ranks), and give LocalSteps mesh= with one row per site"
                 )
+
+
+def check_intervals(of_each_rank: Sequence[int] | None, peers: Peers, topology: Topology) -> None:
+    """Reject lengths of intervals that are not those of as many ranks, or that differ inside of a worker.
+
+    Raises:
+        ValueError: naming them.
+    """
+    if of_each_rank is None:
+        return
+    if len(of_each_rank) != peers.size:
+        raise ValueError(f"every={list(of_each_rank)} for {peers.size} ranks: expected one number for each rank")
+    within = [of_each_rank[rank] for rank in topology.node_ranks()]
+    if len(set(within)) > 1:
+        raise ValueError(
+            f"every={list(of_each_rank)}: {name_ranks(topology.node_ranks())} form one worker, and need the same number"
+        )
 
 
 def inner_fields(inner: Optimizer) -> Iterator[tuple[str, Any]]:

@@ -33,6 +33,10 @@ class LocalMetrics(Metrics):
     """The cosine between Δ of this worker and the average that it received: 1 if all workers moved alike and
     compression lost nothing, about 1/√n for n workers whose directions have nothing in common. The average is then
     mostly noise, and fewer inner steps or a lower inner learning rate may help."""
+    peer_cosine: float
+    """The mean cosine between Δ of this rank and Δ of each other rank, estimated from the average, which needs no other
+    messages: (n·⟨Δ, mean Δ⟩/‖Δ‖² - 1)/(n - 1). Exact if all ranks moved equally far, weigh alike, and compression lost
+    nothing. NaN with one rank."""
 
 
 def local_metrics(
@@ -40,6 +44,7 @@ def local_metrics(
     skipped_steps: int,
     exchanges: Sequence[Metrics],
     motions: Sequence[Motion | None],
+    ranks: int,
 ) -> LocalMetrics:
     """Add up the metrics of fragments.
 
@@ -48,6 +53,7 @@ def local_metrics(
         skipped_steps: those that this rank skipped.
         exchanges: of each fragment, the metrics of its averager.
         motions: of each fragment, how far this rank and the mean have moved in the last exchange.
+        ranks: the number of ranks.
     """
     totals: dict[str, Any] = {each.name: sum(getattr(one, each.name) for one in exchanges) for each in fields(Metrics)}
     known = [motion for motion in motions if motion is not None]
@@ -69,5 +75,11 @@ def local_metrics(
         bytes_sent_per_step=totals["bytes_sent"] / steps if steps else 0.0,
         update_norm=own,
         mean_update_norm=mean,
-        cosine=max(-1.0, min(dot / (own * mean), 1.0)) if own and mean else math.nan,
+        cosine=_limited(dot / (own * mean)) if own and mean else math.nan,
+        peer_cosine=_limited((ranks * dot / own**2 - 1) / (ranks - 1)) if own and ranks > 1 else math.nan,
     )
+
+
+def _limited(cosine: float) -> float:
+    """In [-1, 1], which roundings and estimates may miss. NaN stays NaN."""
+    return cosine if math.isnan(cosine) else max(-1.0, min(cosine, 1.0))

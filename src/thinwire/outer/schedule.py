@@ -7,8 +7,9 @@ from typing import Any
 
 from thinwire._checks import INT64_MAX, is_integer
 
-Every = int | Callable[[int], int]
-"""The number of inner steps between two outer ones, or a function from the number of intervals so far to it."""
+Every = int | list[int] | tuple[int, ...] | Callable[[int], int]
+"""The number of inner steps between two outer ones; of each rank, if they differ; or a function from the number of
+intervals so far to it."""
 
 
 class Schedule:
@@ -31,9 +32,17 @@ class Schedule:
             raise ValueError(f"fragments={fragments!r}: expected an integer of at least 1")
         if not is_integer(delay, 0, INT64_MAX):
             raise ValueError(f"delay={delay!r}: expected a number of inner steps, at least 0")
-        if not callable(every):
-            _check_length(every, "every", fragments, delay)
-        self.every = every
+        self.every: int | tuple[int, ...] | Callable[[int], int]
+        if isinstance(every, (list, tuple)):
+            self.every = tuple(every)
+            for rank, length in enumerate(self.every):
+                _check_length(length, f"every[{rank}]", fragments, delay)
+        else:
+            if not callable(every):
+                _check_length(every, "every", fragments, delay)
+            self.every = every
+        self.rank = 0
+        """The place of this rank in `every`, if that has a number for each."""
         self.fragments = fragments
         self.delay = delay
         self.step = 0
@@ -58,18 +67,30 @@ class Schedule:
                 _check_length(length, f"every({self.outer_step})", self.fragments, self.delay)
                 self._length = length
             else:
-                self._length = self.every
+                self._length = self.every[self.rank] if isinstance(self.every, tuple) else self.every
         return self._length
 
-    def advance(self) -> int | None:
-        """Count an inner step. Returns the fragment that is sent after it."""
+    @property
+    def of_each_rank(self) -> tuple[int, ...] | None:
+        """The lengths of all ranks, if they differ."""
+        return self.every if isinstance(self.every, tuple) else None
+
+    def common(self) -> dict[str, int]:
+        """The numbers of the interval under way that are equal on all ranks, by their names."""
+        if self.of_each_rank is not None:
+            return {"outer_steps": self.outer_step}
+        return {"every": self.length, "inner_steps": self.step}
+
+    def advance(self) -> tuple[int | None, dict[str, int]]:
+        """Count an inner step. Returns the fragment that is sent after it, if any, and the numbers of `common`."""
         self.step += 1
+        common = self.common()
         done = self.step - self._begun
         places = [(p + 1) * self.length // self.fragments for p in range(self.fragments)]
         fragment = places.index(done) if done in places else None
         if done >= self.length:
             self.restart()
-        return fragment
+        return fragment, common
 
     def restart(self) -> None:
         """Begin an interval."""

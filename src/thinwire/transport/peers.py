@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 import threading
 from collections.abc import Callable, Sequence
 from concurrent import futures
@@ -107,6 +108,12 @@ class Peers:
             return [int(each) for each in values]  # on a GPU this waits
 
         return self._run(gather, stage, step)
+
+    def gather_float(self, value: float, stage: str, step: int | None = None) -> list[float]:
+        """Like `gather_integer`, for a float: its 64 bits travel as an integer."""
+        (bits,) = struct.unpack("<q", struct.pack("<d", value))
+        of_ranks = self.gather_integer(bits, stage, step)
+        return [struct.unpack("<d", struct.pack("<q", each))[0] for each in of_ranks]
 
     def gather_on(self, target: int, value: Any, stage: str) -> list[Any] | None:
         """The values of all ranks, in order, on rank `target`; None on the others.

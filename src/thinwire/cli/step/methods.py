@@ -242,7 +242,7 @@ def _local_steps(entry: LocalRun) -> Method:
 
     def prepare(model: DistributedDataParallel) -> Prepared:
         set_gradient_synchronization(model, enabled=False)  # as under no_sync()
-        return entry.prepare(model, {"fused": True})
+        return entry.prepare(model, {})
 
     def theory(cluster: Cluster, shapes: Shapes) -> float:
         up, down = entry.bits(cluster.world)

@@ -21,7 +21,7 @@ from thinwire.cli.study import report
 from thinwire.cli.study.images import FASHION_MNIST
 from thinwire.cli.study.methods import METHODS, Setting
 from thinwire.cli.study.runs import Result, Run, run_really, run_virtually
-from thinwire.cli.study.search import FRESH_SEEDS, best_setting, repeat, search_runs, study, takes_part
+from thinwire.cli.study.search import FRESH_SEEDS, best_setting, repeat, search_rate, search_runs, study, takes_part
 from thinwire.cli.study.store import Store
 from thinwire.cli.study.tasks import Sources, Task, tasks
 from thinwire.testbed.supervisor import Child, ChildError, Returned, Supervisor
@@ -56,8 +56,8 @@ def study_command(
 ) -> None:
     """Compare convergence: search the settings of every optimizer on several tasks, and run the best on five seeds.
 
-    AdamW with compressed averages (compress-…) and in local steps (…-h30) runs with the best settings of AdamW, which
-    must be there or be chosen. Local steps run only if they are chosen.
+    AdamW with compressed averages (compress-…) runs with the best settings of AdamW, which must be there or be chosen.
+    Local steps (…-h30) do too, and search a learning rate. They run only if they are chosen.
     You can stop it at any time: the next call continues.
     """
     sources = Sources(text, pictures)
@@ -186,6 +186,8 @@ def _search(channel: Connection, output: Path, task: Task, method: str, processe
     else:
         setting = _setting_of(output, task, source)
         assert setting is not None, "the study of the source is complete"
+        if METHODS[method].searches_rate:
+            setting = search_rate(setting, task, measure)
         repeat(setting, measure)
     # There may be fewer: some of the settings that were to be tried again were known.
     channel.send(_Progress(task.name, method, task.steps, search_runs(task, METHODS[method]) + len(FRESH_SEEDS)))

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from thinwire.cli.averagings import AVERAGINGS, Averaging
+from thinwire.averaging.averager import GradientAverager
+from thinwire.averaging.catalogue import rule_of
+from thinwire.cli.averagings import AVERAGINGS, AveragedSignSGD, Averaging
 from thinwire.cli.local_runs import LOCAL_RUNS, LocalRun
 from thinwire.cli.registry import OPTIMIZERS, Entry, Prepared, Search
 from thinwire.cli.study.references import DistributedLion, MeanAdamW, MeanSGD
@@ -60,11 +62,15 @@ class Method:
     """The task that it is for; None for all."""
     settings_of: str | None = None
     """A method whose best settings it uses, instead of a search of its own."""
+    searches_rate: bool = False
+    """Whether it searches the learning rate all the same, and has only the other settings of `settings_of`."""
     in_ddp: bool = True
     """Whether a run with processes puts the model in DDP. Otherwise the optimizer gathers gradients by itself."""
 
     by_default: bool = True
     """Whether it runs unless methods are named."""
+    thin: bool = False
+    """Whether its results are only in the table and the picture of thin wires."""
 
     def definition(self) -> dict[str, Any]:
         """What a run depends on beside the code and what is searched: results of another one are done again."""
@@ -122,12 +128,19 @@ def _averaged(entry: Averaging) -> Method:
     )
 
 
+def _demo(model: nn.Module, setting: Setting, _: Course) -> Prepared:
+    params = list(model.parameters())
+    averager = GradientAverager(params, rule_of("dct_topk", {}, residual_decay=setting.betas[0]))
+    optimizer = AveragedSignSGD(params, averager, lr=setting.lr, weight_decay=setting.weight_decay)
+    return Prepared(optimizer, averager.metrics)
+
+
 def _in_local_steps(entry: LocalRun) -> Method:
-    """AdamW as it is, in local steps."""
+    """AdamW's betas and decay, in local steps. They search a rate: each worker has a part of AdamW's batch only."""
 
     def prepare(model: nn.Module, setting: Setting, _: Course) -> Prepared:
         searched = {"lr": setting.lr, "betas": setting.betas, "weight_decay": setting.weight_decay}
-        return entry.prepare(model, {**searched, "fused": True})
+        return entry.prepare(model, searched)
 
     return replace(
         _ADAMW,
@@ -137,9 +150,11 @@ def _in_local_steps(entry: LocalRun) -> Method:
         fixed=entry.definition(),
         overlaps=False,
         more_betas=(),
-        settings_of=_ADAMW.name,
+        settings_of=entry.settings_of or _ADAMW.name,
+        searches_rate=entry.settings_of is None,
         in_ddp=False,
         by_default=False,
+        thin=True,
     )
 
 
@@ -158,6 +173,17 @@ METHODS = {
         *(_averaged(entry) for entry in AVERAGINGS.values() if entry.studied),
         *(_registered(entry, entry.search) for entry in OPTIMIZERS.values() if entry.search is not None),
         Method("lion", "Distributed Lion", 5e-4, _LION, _plain(DistributedLion), in_ddp=False),
+        Method(
+            "demo",
+            "DeMo",
+            1e-3,
+            ((0.999,), (0.99,), (0.9,)),
+            _demo,
+            {"compressor": "dct_topk", **rule_of("dct_topk", {}).options()},
+            in_ddp=False,
+            by_default=False,
+            thin=True,
+        ),
         *(_in_local_steps(entry) for entry in LOCAL_RUNS.values() if entry.studied),
     )
 }

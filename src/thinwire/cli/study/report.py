@@ -1,4 +1,4 @@
-"""What the study says: tables in Markdown, and a picture a task."""
+"""What the study says: tables in Markdown, and a picture a task; and one of both for all tasks, of thin wires."""
 
 from __future__ import annotations
 
@@ -19,21 +19,58 @@ HEAD = ("optimizer", "lr, β, decay", "end, mean ± std", "against AdamW")
 
 def write(console: Console, directory: Path, tasks: Sequence[Task], methods: Sequence[str]) -> None:
     """Print the tables, and leave them and the pictures beside the results."""
-    from thinwire.cli.study.plots import plot_task
+    from thinwire.cli.study.plots import plot_task, plot_thin_wires
 
-    sections, by_task = [], []
+    sections, by_task, thin = [], [], []
     for task in tasks:
         found = summaries(directory, task, methods)
-        if found:
-            by_task.append(found)
-            sections.append(section(task, found))
-            plot_task(directory / f"{task.name}.png", task, found)
-    if not by_task:
+        if any(summary.method.thin for summary in found):
+            thin.append(found)
+        compared = [summary for summary in found if not summary.method.thin]
+        if compared:
+            by_task.append(compared)
+            sections.append(section(task, compared))
+            plot_task(directory / f"{task.name}.png", task, compared)
+    if not by_task and not thin:
         console.print(f"No study of a task is complete in {directory} yet.", markup=False, emoji=False, soft_wrap=True)
         return
-    text = "\n".join((*sections, rates(by_task)))
+    if by_task:
+        sections.append(rates(by_task))
+    if thin:
+        sections.append(thin_wires(thin))
+        plot_thin_wires(directory / "thin-wires.png", thin)
+    text = "\n".join(sections)
     (directory / "tables.md").write_text(text, encoding="utf-8")
     console.print(Markdown(text))
+
+
+def thin_wires(by_task: Sequence[Sequence[Summary]]) -> str:
+    """How thin can my wire be? All methods by the bits that they send of a parameter in a step, most first."""
+    of_method = {
+        summary.method.name: {
+            other[0].task.name: found for other in by_task for found in other if found.method == summary.method
+        }
+        for summaries_of_task in by_task
+        for summary in summaries_of_task
+    }
+    order = sorted(of_method.values(), key=lambda found: -max(summary.bits for summary in found.values()))
+    rows = []
+    for found in order:
+        some = next(iter(found.values()))
+        row = [some.method.title, f"{max(summary.bits for summary in found.values()):.3g}"]
+        for compared in by_task:
+            summary = found.get(compared[0].task.name)
+            adamw = reference(compared)
+            if summary is None:
+                row += ["", "", ""]
+                continue
+            against = "" if adamw is None else _against(summary, adamw)[0]
+            row += [f"{summary.setting.lr:g}", shown(summary.task, summary.mean, summary.std), against]
+        rows.append(row)
+    head = ["optimizer", "bits per parameter and step, each way"]
+    for compared in by_task:
+        head += [f"lr, {compared[0].task.title}", "end, mean ± std", "against AdamW"]
+    return "### How thin can my wire be?\n\n" + _table(head, rows)
 
 
 def rates(by_task: Sequence[Sequence[Summary]]) -> str:
@@ -45,7 +82,7 @@ def rates(by_task: Sequence[Sequence[Summary]]) -> str:
     ]
     rows = []
     for method in METHODS.values():
-        if method.only is None and method.settings_of is None and method.name != REFERENCE:
+        if method.only is None and method.settings_of is None and not method.thin and method.name != REFERENCE:
             best = [
                 [f.setting.lr / adamw.setting.lr for f in found if f.method is method] for _, adamw, found in compared
             ]

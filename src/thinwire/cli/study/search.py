@@ -26,6 +26,8 @@ def takes_part(task: Task, method: Method) -> bool:
 
 def search_runs(task: Task, method: Method) -> int:
     """How many settings a method may try."""
+    if method.searches_rate:
+        return RATES
     if method.settings_of is not None:
         return 0
     if task.betas is not None:
@@ -64,6 +66,15 @@ def study(task: Task, method: Method, measure: Measure) -> Setting:
         best = replace(best, lr=_best_rate(best.lr, lambda rate: cost(replace(best, lr=rate))))
     repeat(best, measure)
     return best
+
+
+def search_rate(others: Setting, task: Task, measure: Measure) -> Setting:
+    """Search the learning rate for settings that another method has found, from half of its rate on."""
+
+    def cost(rate: float) -> float:
+        return task.value(measure(replace(others, lr=rate), SEARCH_SEED).final)
+
+    return replace(others, lr=_best_rate(rounded(others.lr / 2), cost))
 
 
 def repeat(setting: Setting, measure: Measure) -> None:

@@ -56,6 +56,12 @@ class Summary:
         """What a worker sends, for every step."""
         return [sent for steps, sent in self.results[0].bytes_sent for _ in range(steps)]
 
+    @property
+    def bits(self) -> float:
+        """The bits of a parameter that a worker sends in a step and direction, averaged over the run: 32 for AdamW."""
+        result, workers = self.results[0], self.task.workers
+        return 8 * sum(self.bytes_by_step()) / self.task.steps / result.parameters / (2 * (workers - 1) / workers)
+
     def seconds(self, bits_per_second: float, compute: float) -> float:
         """A run, if every worker had a link of its own, and a core: predicted.
 
@@ -84,7 +90,10 @@ def summaries(directory: Path, task: Task, methods: Sequence[str]) -> list[Summa
         where = task.reference if name == REFERENCE and task.reference is not None else task
         method, results = METHODS[name], Store(directory, where, name, data=None).results
         source = method.settings_of
-        setting = best_setting(task, results if source is None else Store(directory, where, source, data=None).results)
+        searched = results
+        if source is not None and not method.searches_rate:
+            searched = Store(directory, where, source, data=None).results
+        setting = best_setting(task, searched)
         of_seeds = {result.seed: result for result in results if result.setting == setting}
         if set(FRESH_SEEDS) <= set(of_seeds):
             found.append(Summary(task, method, [of_seeds[seed] for seed in FRESH_SEEDS]))

@@ -112,6 +112,21 @@ def _codes_of_bytes(width: int) -> Tensor:
     return codes.to(torch.uint8).view(_WHOLE[width]).view(-1)
 
 
+def pack_twelve_bits(numbers: Tensor, into: Tensor) -> None:
+    """Pack an even number of int64 numbers below 4096 into bytes, two in three."""
+    pairs, three = numbers.view(-1, 2), into.view(-1, 3)
+    three[:, 0] = pairs[:, 0] & 0xFF
+    three[:, 1] = pairs[:, 0] >> 8 | (pairs[:, 1] & 0xF) << 4
+    three[:, 2] = pairs[:, 1] >> 4
+
+
+def unpack_twelve_bits(packed: Tensor) -> Tensor:
+    """What `pack_twelve_bits` packed, as int64."""
+    three = packed.view(-1, 3).to(torch.int64)
+    pairs = torch.stack([three[:, 0] | (three[:, 1] & 0xF) << 8, three[:, 1] >> 4 | three[:, 2] << 4], dim=1)
+    return pairs.view(-1)
+
+
 def whole_words(nbytes: int) -> int:
     """A number of bytes, rounded up to a multiple of 8."""
     return -(-nbytes // 8) * 8

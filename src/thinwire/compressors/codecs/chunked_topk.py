@@ -12,12 +12,10 @@ from torch import Tensor
 
 from thinwire._checks import is_integer
 from thinwire.compressors.codecs import Codec
-from thinwire.compressors.codecs._blocks import block_count, in_blocks, pack, unpack, whole_words
+from thinwire.compressors.codecs._blocks import in_blocks, pack, pack_twelve_bits, unpack, unpack_twelve_bits
+from thinwire.compressors.codecs._entries import CHUNK, INDEX_BITS, Entries
 
-CHUNK = 4096
-INDEX_BITS = 12
 VALUE_BITS = 2
-SCALE_BITS = 32
 _SMALL = 1 / 3
 
 
@@ -46,16 +44,16 @@ class ChunkedTopK(Codec):
 
     def __init__(self, k: int) -> None:
         check_entries(k)
-        self._k = k
+        self._k, self._entries = k, Entries(k, VALUE_BITS)
 
     def nbytes(self, length: int) -> int:
         """See `Codec`."""
-        return whole_words(block_count(length, CHUNK) * (SCALE_BITS + self._k * (INDEX_BITS + VALUE_BITS)) // 8)
+        return self._entries.nbytes(length)
 
     def encode(self, values: Tensor, packet: Tensor) -> None:
         """See `Codec`."""
         self._check(values, packet)
-        scales, packed_indices, packed_codes = self._sections(packet, values.numel())
+        scales, packed_indices, packed_codes = self._entries.sections(packet, values.numel())
         chunks = in_blocks(values, CHUNK)
         # The bits of a magnitude are ordered as the magnitude is. Below them, the index makes equal ones differ: the
         # means of packets have many.
@@ -74,21 +72,15 @@ class ChunkedTopK(Codec):
         last = torch.where(kept, indices, 0).amax(1, keepdim=True)
         order, by_index = (2 * torch.where(kept, indices, last) + ~kept).sort(dim=1)
         codes = (high + 2 * (entries < 0)).gather(1, by_index)
-        pairs = (order >> 1).view(-1, 2)
-        three = packed_indices.view(-1, 3)
-        three[:, 0] = pairs[:, 0] & 0xFF
-        three[:, 1] = pairs[:, 0] >> 8 | (pairs[:, 1] & 0xF) << 4
-        three[:, 2] = pairs[:, 1] >> 4
+        pack_twelve_bits((order >> 1).view(-1), packed_indices)
         pack(codes.to(torch.uint8).view(-1), VALUE_BITS, packed_codes)
 
     def decode(self, packet: Tensor, values: Tensor, weight: float = 1.0) -> None:
         """See `Codec`."""
         self._check(values, packet)
-        scales, packed_indices, packed_codes = self._sections(packet, values.numel())
+        scales, packed_indices, packed_codes = self._entries.sections(packet, values.numel())
         chunks, length = scales.numel(), values.numel()
-        three = packed_indices.view(-1, 3).to(torch.int64)
-        pairs = torch.stack([three[:, 0] | (three[:, 1] & 0xF) << 8, three[:, 1] >> 4 | three[:, 2] << 4], dim=1)
-        indices = pairs.view(chunks, self._k)
+        indices = unpack_twelve_bits(packed_indices).view(chunks, self._k)
         steps = indices.diff(dim=1)
         places = indices + CHUNK * torch.arange(chunks, device=values.device)[:, None]
         if bool((steps < 0).any()) or bool((places >= length).any()):
@@ -98,13 +90,3 @@ class ChunkedTopK(Codec):
         amounts = torch.where(codes & 2 != 0, -amounts, amounts)
         amounts[:, 1:].masked_fill_(steps == 0, 0.0)
         values.index_add_(0, places.view(-1), amounts.view(-1), alpha=weight)
-
-    def _sections(self, packet: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
-        chunks = block_count(length, CHUNK)
-        scales, indices = chunks * SCALE_BITS // 8, chunks * self._k * INDEX_BITS // 8
-        codes = chunks * self._k * VALUE_BITS // 8
-        return (
-            packet[:scales].view(torch.float32),
-            packet[scales : scales + indices],
-            packet[scales + indices : scales + indices + codes],
-        )
