@@ -49,8 +49,18 @@ def test_a_plan_of_given_numbers(tmp_path: Path) -> None:
     by_name = {prediction["method"]: prediction for prediction in plan["predictions"]}
     assert by_name["ddp"]["bytes_per_step"] == pytest.approx(2 * 63 / 64 * 440e6)
     assert by_name["birder"]["bytes_per_step"] == pytest.approx(2 * 7 / 8 * 110e6 / 8)
-    assert by_name[plan["recommended"]]["lines"] in output
+    for line in by_name[plan["recommended"]]["lines"].splitlines():
+        assert line in output
     assert by_name["birder"]["loss"]["link"] == "docs/convergence.md"
+
+
+def test_the_page_shows_what_the_command_prints() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "plan.md").read_text(encoding="utf-8")
+    command, *lines = page.split("```console\n", 1)[1].split("```", 1)[0].splitlines()
+    code, output = _run(*command.removeprefix("$ thinwire plan ").split())
+    assert code == 0, output
+    for line in lines:
+        assert line == "..." or " ".join(line.split()) in output, line
 
 
 def test_it_says_when_nothing_helps() -> None:
@@ -153,6 +163,7 @@ def test_gradient_ready_times_follow_backward() -> None:
         ((*SIZE, *NETWORK, "--latency", "soon"), "latency must be like '5ms'"),
         ((*SIZE, *NETWORK, "--gpus-per-host", "8", "--gpu", "b200"), "gpu='b200': expected one of"),
         ((*SIZE, *NETWORK, "--gpus-per-host", "8", "--ranks-per-host", "8"), "not both"),
+        ((*SIZE, *NETWORK, "--report", "plan.md"), "is written by --validate; a plan has --html"),
         ((*NETWORK, "missing.py"), "there is no file 'missing.py'"),
         ((*NETWORK, "--model", "nothing"), "must be like mymodule:build, got 'nothing'"),
         ((*NETWORK, "--model", "no_such_module:build"), "No module named 'no_such_module'"),

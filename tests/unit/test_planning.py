@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -14,21 +15,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinwire.cli.plan.validation import MEDIAN_BAR, WORST_BAR, compare
+from thinwire.cli.plan.validation import MEDIAN_BAR, WORST_BAR, Validation, compare
 from thinwire.cli.step.models import parameter_shapes
 from thinwire.cli.step.results import StepResults
 from thinwire.planning import calibration
 from thinwire.planning.cluster import FRAMING, Cluster, Link
 from thinwire.planning.costs import KERNEL_BYTES, Costs
 from thinwire.planning.engine import Processor, Signal, Simulation
-from thinwire.planning.methods import BASELINE, METHODS, NOTHING_SENT, Method, local_steps
+from thinwire.planning.methods import BASELINE, METHODS, NOTHING_SENT, RECOMMENDED_INTERVAL, Method, local_steps
 from thinwire.planning.prediction import NOTHING_HELPS, Plan, make_plan, mean_step, over_hosts, over_rates
 from thinwire.planning.step import all_reduce_seconds, simulate_step
 from thinwire.planning.workload import Gradient, Workload
 from thinwire.transport.packet import HEADER_BYTES
 
 ANYTHING: Any = "quarter"
-BENCHMARKS = Path(__file__).parents[2] / "docs" / "benchmarks"
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "docs" / "benchmarks"
 FREE = Costs.nothing()
 ELEMENTS = 64 * 4096
 MBIT = 1e6
@@ -81,6 +83,20 @@ def test_latency_of_an_all_reduce() -> None:
     for algorithm, expected in (("gloo", 6 * 2 * 0.01), ("ring", 6 * 0.01), ("tree", 0.04), ("nccl", 0.04)):
         by = dataclasses.replace(cluster, all_reduce=algorithm)
         assert all_reduce_seconds(few_bytes, by) == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_packet_beyond_the_window_waits_until_the_owner_asks_for_it() -> None:
+    """Latencies of two buckets: packets, answers and commits; with room for one, the notice and packets once more."""
+    link, elements = Link(1e15, 0.01), 64 * 2000
+    two = dataclasses.replace(_exchange(1, 2), bucket_mb=4e-6 * elements / 2)
+    one_at_a_time = dataclasses.replace(two, window=lambda buckets: 1)
+    for method, latencies in ((two, 3), (one_at_a_time, 5)):
+        for cluster in (Cluster(2, link=link), Cluster(2, link=link, other_links={0: link})):
+            found = simulate_step(_at_once(elements), cluster, method, FREE)
+            assert found.total == pytest.approx(latencies * 0.01, rel=1e-6)
+    # On GPUs a bucket is complete before the next one is sent, so that nobody has to ask.
+    serial = dataclasses.replace(FREE, serial=True)
+    assert simulate_step(_at_once(elements), Cluster(2, link=link), one_at_a_time, serial).total == pytest.approx(0.05)
 
 
 def test_half_duplex_takes_twice_as_long() -> None:
@@ -237,8 +253,12 @@ def _plan(link: Link) -> Plan:
 def test_the_answer_depends_on_the_network() -> None:
     slow, fast = _plan(Link(100 * MBIT)), _plan(Link(1e14))
     assert slow.recommended is not None
-    assert slow.recommended.speed_up == max(p.speed_up for p in slow.predictions if p.loss is not None)
+    assert slow.recommended.method == "onebit-adam", "the fastest one that costs no loss"
     assert slow.of("birder").speed_up > 20
+    fastest = slow.of("zero-one-adam").speed_up
+    assert slow.answer.endswith(
+        f"0/1 Adam takes {fastest / slow.recommended.speed_up:.1f} times as many again, at +1.8 % loss."
+    )
     assert fast.recommended is None
     assert fast.answer.startswith(NOTHING_HELPS)
     assert fast.of(BASELINE).speed_up == 1.0
@@ -246,9 +266,49 @@ def test_the_answer_depends_on_the_network() -> None:
     middle = _plan(Link(20e9))
     assert middle.recommended is not None
     assert middle.recommended.method == "int8"
+    assert middle.answer.endswith("% of a step."), "and nothing is much faster"
     for prediction in slow.predictions:
         parts = prediction.compute + prediction.exposed_wait + prediction.rest
         assert parts == pytest.approx(prediction.step)
+
+
+def test_the_mean_over_a_run_has_all_its_steps() -> None:
+    """OneBitAdam as README recommends it: 4.25 bits for 30 % of the run, then one and a scale per 4,096 elements."""
+    elements, method = 4096 * 1000, METHODS["onebit-adam"]
+    bits = 2 * (0.3 * 4.25 + 0.7 * (1 + 32 / 4096))
+    assert method.bytes_per_step(elements, 4, 1) == pytest.approx(3 / 4 * bits * elements / 8)
+    (part, warm_up), cluster = method.others[0], Cluster(4, link=Link(1e8))
+    workload = Workload.of_size(elements, 0.1)
+    first, later = (simulate_step(workload, cluster, kind, FREE).total for kind in (warm_up, method))
+    assert part == 0.3
+    assert first > later
+    assert mean_step(workload, cluster, method, FREE).total == pytest.approx(0.3 * first + 0.7 * later)
+    # 0/1 Adam in 10,000 steps, with the arguments that are to be pasted: variance steps come in sixteens at distances
+    # 1, 2, 4, 8, 16 and 32 up to step 1,000; then intervals of 1, 2 and 4.
+    (dense, _), (local, _) = METHODS["zero-one-adam"].others
+    assert dense * 10_000 == 16 * 5 + (1000 - 16 * 31) // 32
+    assert local * 10_000 == 9000 - (1000 + 1000 / 2 + 7000 / 4)
+
+
+def test_what_is_recommended_is_what_the_documents_recommend() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for method in (METHODS["onebit-adam"], METHODS["int4"], local_steps(RECOMMENDED_INTERVAL)):
+        for line in method.lines.splitlines():
+            assert re.search(rf"^\+{re.escape(line)} *(#.*)?$", readme, re.MULTILINE), line
+
+
+def test_losses_are_those_of_the_study() -> None:
+    tables = (ROOT / "docs" / "convergence" / "tables.md").read_text(encoding="utf-8")
+    titles = {"AdamW, int8": "int8", "AdamW, int4": "int4", "1-bit Adam, 4-bit warm-up": "onebit-adam"}
+    titles |= {"Birder, bit": "birder", "0/1 Adam": "zero-one-adam"}
+    for title, name in titles.items():
+        # Text, pictures, fine-tuning. Pictures have an accuracy, of which more is better: its sign is turned.
+        found = re.findall(rf"^\| {title} \|.*\| (\S+ (?:%|points)), (\S+) std \|", tables, re.MULTILINE)
+        loss = METHODS[name].loss
+        assert loss is not None
+        assert (loss.text, loss.pictures) == (found[0][0], found[1][0]), title
+        assert loss.deviations == max(0.0, *(float(std) for _, std in found[:3])), title
+        assert loss.none == (name in ("int8", "int4", "onebit-adam"))
 
 
 def test_curves() -> None:
@@ -300,6 +360,14 @@ def test_costs_of_a_gpu_can_be_replaced_by_measured_ones() -> None:
 
 
 # Against measurements -------------------------------------------------------------------------------------------------
+
+
+def test_the_committed_validation_has_passed() -> None:
+    """What `thinwire plan --validate --json ... --report ...` wrote: the page has the figures of the file."""
+    validation = Validation.from_json((BENCHMARKS / "plan-validation.json").read_text(encoding="utf-8"))
+    assert (BENCHMARKS / "plan-validation.md").read_text(encoding="utf-8") == validation.as_markdown()
+    assert validation.passed, validation.summary
+    assert Validation.from_json(validation.as_json()) == validation
 
 
 def test_committed_measurements_are_predicted() -> None:

@@ -10,6 +10,7 @@ from thinwire.planning.calibration import quick_costs
 from thinwire.planning.cluster import LOOPBACK, NVLINK, Cluster, Link
 from thinwire.planning.costs import Costs
 from thinwire.planning.measurement import measure_workload
+from thinwire.planning.methods import RECOMMENDED_INTERVAL
 from thinwire.planning.prediction import Plan, make_plan
 
 
@@ -21,7 +22,7 @@ def plan(
     hosts: int,
     ranks_per_host: int = 1,
     gpu: str | None = None,
-    local_steps: int = 16,
+    local_steps: int = RECOMMENDED_INTERVAL,
 ) -> Plan:
     """Measure a training step on this machine, and predict what each method would gain on a cluster.
 

@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 
 from thinwire.planning.cluster import Cluster
 from thinwire.planning.costs import Costs
-from thinwire.planning.methods import BASELINE, DENSE, METHODS, LossCost, Method, local_steps, without_exchange
+from thinwire.planning.methods import BASELINE, METHODS, RECOMMENDED_INTERVAL, LossCost, Method, local_steps
 from thinwire.planning.step import StepTime, simulate_step
 from thinwire.planning.workload import Workload
 
 LEAST_GAIN = 1.1
 """A method that is not faster than this is not worth a change. Neither is one that is slower than another by less."""
 NOTHING_HELPS = "Nothing here helps you: your network is not what you wait for."
-_BY_LOSS = ("int8", "int4", "onebit-adam", "birder", "zero-one-adam")
-"""The methods that the convergence study covers, the one with the least loss first."""
+_IN_ORDER = ("int8", "int4", "onebit-adam", "birder", "zero-one-adam")
+"""The methods that the convergence study covers. Of two that are about as fast, the first one is better."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,12 @@ class Plan:
 
 
 def make_plan(
-    workload: Workload, cluster: Cluster, costs: Costs, *, every: Sequence[int] = (16,), flat: bool = False
+    workload: Workload,
+    cluster: Cluster,
+    costs: Costs,
+    *,
+    every: Sequence[int] = (RECOMMENDED_INTERVAL,),
+    flat: bool = False,
 ) -> Plan:
     """Predict all methods on a cluster, and choose one.
 
@@ -124,36 +129,30 @@ def predict(
 def mean_step(
     workload: Workload, cluster: Cluster, method: Method, costs: Costs, *, flat: bool = False, seed: int = 0
 ) -> StepTime:
-    """The mean over the steps of a run: those that exchange, local ones, and those of a dense warm-up."""
-
-    def simulated(one: Method) -> StepTime:
-        return simulate_step(workload, cluster, one, costs, flat=flat, seed=seed)
-
-    step = simulated(method)
-    if method.every > 1:
-        step = _mixed(step, 1 / method.every, simulated(without_exchange(method)))
-    if method.dense_part:
-        step = _mixed(simulated(DENSE), method.dense_part, step)
-    return step
-
-
-def _mixed(one: StepTime, part: float, other: StepTime) -> StepTime:
+    """The mean over the steps of a run, of all kinds that the method has."""
+    kinds = [(1 - sum(part for part, _ in method.others), method), *method.others]
+    steps = [(part, simulate_step(workload, cluster, kind, costs, flat=flat, seed=seed)) for part, kind in kinds]
     return StepTime(
-        *(
-            part * getattr(one, name) + (1 - part) * getattr(other, name)
-            for name in ("total", "compute", "exposed_wait")
-        )
+        *(sum(part * getattr(step, name) for part, step in steps) for name in ("total", "compute", "exposed_wait"))
     )
 
 
 def _choose(predictions: Sequence[Prediction]) -> Prediction | None:
-    """The method with the least loss of those that are about as fast as the fastest, if that is a gain."""
-    studied = {prediction.method: prediction for prediction in predictions if prediction.method in _BY_LOSS}
-    fastest = min(prediction.step for prediction in studied.values())
-    for name in _BY_LOSS:
-        if studied[name].step <= LEAST_GAIN * fastest:
-            return studied[name] if studied[name].speed_up >= LEAST_GAIN else None
-    raise AssertionError("the fastest is as fast as itself")
+    """The fastest method that costs no loss. If none of these helps, the fastest one that does."""
+    useful = [prediction for prediction in _studied(predictions) if prediction.speed_up >= LEAST_GAIN]
+    free = [prediction for prediction in useful if prediction.loss is not None and prediction.loss.none]
+    return _first_of_the_fastest(free or useful)
+
+
+def _studied(predictions: Sequence[Prediction]) -> list[Prediction]:
+    by_name = {prediction.method: prediction for prediction in predictions}
+    return [by_name[name] for name in _IN_ORDER]
+
+
+def _first_of_the_fastest(predictions: Sequence[Prediction]) -> Prediction | None:
+    """The first one that is about as fast as the fastest."""
+    fastest = min((prediction.step for prediction in predictions), default=0.0)
+    return next((prediction for prediction in predictions if prediction.step <= LEAST_GAIN * fastest), None)
 
 
 def _answer(predictions: Sequence[Prediction], chosen: Prediction | None) -> str:
@@ -161,10 +160,16 @@ def _answer(predictions: Sequence[Prediction], chosen: Prediction | None) -> str
     share = baseline.exposed_wait / baseline.step
     if chosen is None:
         return f"{NOTHING_HELPS} DDP waits for it for {share:.0%} of a step."
-    return (
+    answer = (
         f"Use {chosen.title}: {chosen.speed_up:.1f} times as many steps per second as DDP in fp32, "
         f"which waits for the network for {share:.0%} of a step."
     )
+    # What is even faster costs loss.
+    faster = _first_of_the_fastest([p for p in _studied(predictions) if LEAST_GAIN * p.step < chosen.step])
+    if faster is None or faster.loss is None:
+        return answer
+    more = chosen.step / faster.step
+    return f"{answer} {faster.title} takes {more:.1f} times as many again, at {faster.loss.text} loss."
 
 
 # How it changes with the network --------------------------------------------------------------------------------------

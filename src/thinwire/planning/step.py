@@ -6,7 +6,8 @@
 
 An exchange through owners is that of `thinwire.transport.lane_transport`: three lanes, so that one bucket is sent while
 another is merged and a third is checked; a window of buckets that an owner can receive; a commit round in which every
-worker writes to every other. On GPUs one stream does all of it, bucket after bucket.
+worker writes to every other. A packet beyond the window leaves when the owner has asked for it, and on a busy link that
+notice waits behind packets. On GPUs one stream does all of it, bucket after bucket.
 
 If all hosts are alike, one of them stands for all: what it sends is what it receives. Then the number of hosts costs no
 time. Otherwise all hosts and messages are simulated.
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
+from typing import NamedTuple
 
 from thinwire.planning.cluster import Cluster
 from thinwire.planning.costs import Costs
@@ -30,6 +32,8 @@ from thinwire.planning.workload import Bucket, Workload
 from thinwire.transport.packet import HEADER_BYTES
 
 _COMMIT_BYTES = 2 * HEADER_BYTES
+_NOTICE_BYTES = 64
+"""With which a gloo receiver asks for a message, about."""
 _SEGMENT_BYTES = 2**20
 """gloo cuts what a rank sends at once into segments of at most this size, at least two of them."""
 _DRAWS = 256
@@ -115,6 +119,16 @@ def _factors(cluster: Cluster, generator: random.Random) -> list[float]:
     return [generator.lognormvariate(-variance / 2, math.sqrt(variance)) for _ in range(cluster.world)]
 
 
+class _Peer(NamedTuple):
+    """A rank that another one sends to."""
+
+    rank: int
+    place: int
+    """Its host, or inside a host the rank."""
+    messages: int = 1
+    """How many ranks it stands for."""
+
+
 class _Step:
     """The state of one simulated step."""
 
@@ -144,7 +158,8 @@ class _Step:
         self._near = per_host - 1 if flat else 0
         self._buckets = self._make_buckets()
         count = range(len(self._buckets))
-        self._window = method.window(len(self._buckets))
+        # On GPUs a bucket is complete before the next one is sent.
+        self._window = len(self._buckets) if costs.serial else method.window(len(self._buckets))
         peers = self._remote + self._near
 
         def signals() -> list[list[Signal]]:
@@ -153,7 +168,9 @@ class _Step:
         def arrivals(messages: int) -> list[list[Arrivals]]:
             return [[Arrivals(messages) for _ in count] for _ in self._ranks]
 
-        self._ready, self._answered, self._collected = signals(), signals(), signals()
+        self._ready, self._collected = signals(), signals()
+        self._notices: dict[tuple[int, int, int], Arrivals] = {}
+        """By sender, owner and bucket: when the sender knows that the owner can receive a bucket beyond the window."""
         self._packets, self._answers = arrivals(peers), arrivals(peers)
         self._scattered, self._shared = arrivals(self._slices - 1), arrivals(self._slices - 1)
         self._joined = [Signal(len(self._ranks)) for _ in count]
@@ -198,7 +215,8 @@ class _Step:
 
     def _make_buckets(self) -> list[Bucket]:
         if self._method.exchange == "owners":
-            return self._workload.thinwire_buckets(self._workers, self._slices, self._method.buckets)
+            method = self._method
+            return self._workload.thinwire_buckets(self._workers, self._slices, method.buckets, method.bucket_mb)
         return self._workload.ddp_buckets()
 
     def _work(self, rank: int, seconds: float) -> Signal:
@@ -292,7 +310,8 @@ class _Step:
         merging += self._kernels((self._method.update,), shard) if self._method.update else 0.0
         checks = self._checksums(up, self._workers) + self._checksums(down, 1)
         yield self._work(rank, self._message_work(up) + checks + merging + self._message_work(down))
-        self._answered[rank][index].report()
+        if index + self._window < len(self._buckets):
+            self._ask_for(rank, index + self._window)
         self._send_to_peers(rank, down, self._answers, index)
 
     def _collect(self, rank: int, index: int) -> Process:
@@ -325,19 +344,40 @@ class _Step:
         return self._costs.kernels["checksum"] * size * packets
 
     def _send_to_peers(self, rank: int, size: float, arrived: list[list[Arrivals]], index: int) -> None:
+        beyond = index >= self._window and arrived is self._packets
+        for send, peers in self._routes(rank):
+            ready: list[Target] = []
+            for peer, place, messages in peers:
+                target = Target(place, arrived[peer][index], messages)
+                if not beyond or (notice := self._notice(rank, peer, index, messages)).fired:
+                    ready.append(target)
+                else:
+                    notice.then(partial(send, [target], size))
+            if ready:
+                send(ready, size)
+
+    def _ask_for(self, rank: int, index: int) -> None:
+        """Tell all others that this owner can receive a bucket beyond the window."""
+        for send, peers in self._routes(rank):
+            targets = [Target(place, self._notice(peer, rank, index, count), count) for peer, place, count in peers]
+            if targets:
+                send(targets, _NOTICE_BYTES)
+
+    def _notice(self, sender: int, owner: int, index: int, messages: int) -> Arrivals:
+        return self._notices.setdefault((sender, owner, index), Arrivals(messages))
+
+    def _routes(self, rank: int) -> Iterator[tuple[Callable[[Sequence[Target], float], None], list[_Peer]]]:
+        """How a rank sends to others inside its host and to other hosts, and to whom."""
         cluster = self._cluster
         host, own = divmod(rank, cluster.ranks_per_host)
         first = host * cluster.ranks_per_host
-        # An owner can receive a bucket when it has answered the one that is a window before it.
-        held = index - self._window if arrived is self._packets else -1
         near = [first + (own + distance) % cluster.ranks_per_host for distance in range(1, self._near + 1)]
-        inside = [(peer, Target(peer, arrived[peer][index])) for peer in near]
-        self._send_when_taken(held, inside, partial(self._network.send_inside, rank, nbytes=size))
+        yield partial(self._network.send_inside, rank), [_Peer(peer, peer) for peer in near]
         if cluster.symmetric:
-            others = [(rank, Target(0, arrived[rank][index], self._remote))] if self._remote else []
+            remote = [_Peer(rank, 0, self._remote)] if self._remote else []
         else:
-            others = [(peer, Target(to_host, arrived[peer][index])) for to_host, peer in self._remote_peers(host, own)]
-        self._send_when_taken(held, others, partial(self._network.send, host, nbytes=size))
+            remote = [_Peer(peer, to_host) for to_host, peer in self._remote_peers(host, own)]
+        yield partial(self._network.send, host), remote
 
     def _remote_peers(self, host: int, own: int) -> Iterator[tuple[int, int]]:
         """The ranks on other hosts that a rank exchanges packets with, each with its host."""
@@ -346,17 +386,6 @@ class _Step:
             to_host = (host + distance) % self._cluster.hosts
             for position in range(per_host) if self._slices == 1 else (own,):
                 yield to_host, to_host * per_host + position
-
-    def _send_when_taken(
-        self, held: int, targets: list[tuple[int, Target]], send: Callable[[Sequence[Target]], None]
-    ) -> None:
-        """Send to all ranks that have answered the bucket `held`, and to each of the others when it has."""
-        waiting = [(peer, target) for peer, target in targets if held >= 0 and not self._answered[peer][held].fired]
-        ready = [target for peer, target in targets if held < 0 or self._answered[peer][held].fired]
-        if ready:
-            send(ready)
-        for peer, target in waiting:
-            self._answered[peer][held].then(partial(send, [target]))
 
     # Inside a node ---------------------------------------------------------------------------------------------------
 

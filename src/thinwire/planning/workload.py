@@ -94,16 +94,17 @@ class Workload:
         gradients = tuple(Gradient(g.elements, factor * g.ready) for g in self.gradients)
         return Workload(factor * self.forward, factor * self.backward, gradients)
 
-    def thinwire_buckets(self, workers: int, slices: int, buckets: int) -> list[Bucket]:
+    def thinwire_buckets(self, workers: int, slices: int, buckets: int, bucket_mb: float | None = None) -> list[Bucket]:
         """The buckets of thinwire's layout, which are those of `thinwire.transport.layout`.
 
         Args:
             workers: the number of shards per slice.
             slices: the number of slices per bucket.
             buckets: about how many there are.
+            bucket_mb: their size instead.
         """
         numels = [gradient.elements for gradient in self.gradients]
-        layout = Layout(numels, workers, bucket_elements(None, sum(numels), buckets), slices=slices)
+        layout = Layout(numels, workers, bucket_elements(bucket_mb, sum(numels), buckets), slices=slices)
         ready = [self.gradients[slot.index].ready for slot in layout.slots]
         found: list[Bucket] = []
         latest = 0.0

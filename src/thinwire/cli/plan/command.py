@@ -17,6 +17,7 @@ from thinwire.planning.calibration import quick_costs
 from thinwire.planning.cluster import LOOPBACK, NVLINK, Cluster, Link
 from thinwire.planning.costs import GPUS, Costs
 from thinwire.planning.links import Links, LinkTimedOut
+from thinwire.planning.methods import RECOMMENDED_INTERVAL
 from thinwire.planning.prediction import Plan, make_plan
 from thinwire.planning.workload import Workload
 from thinwire.testbed import TestbedUnavailable
@@ -52,12 +53,15 @@ def plan(
     spread: Annotated[
         float, number(0, 9, "Standard deviation of the ranks' time to compute a step, as a part of it.")
     ] = 0.0,
-    local_steps: Annotated[int, integer(1, "H of local steps: steps from one exchange to the next.")] = 16,
+    local_steps: Annotated[
+        int, integer(1, "H of local steps: steps from one exchange to the next.")
+    ] = RECOMMENDED_INTERVAL,
     flat: Annotated[bool, typer.Option("--flat", help="Every rank is a worker, as with topology='flat'.")] = False,
     validate: Annotated[
         bool, typer.Option("--validate", help="Predict steps on the testbed, measure them, and compare. Needs root.")
     ] = False,
     json: Annotated[Path | None, output_file("Write all numbers to this file.")] = None,
+    report: Annotated[Path | None, output_file("With --validate: write its table to this file, as Markdown.")] = None,
     html: Annotated[Path | None, output_file("Write a page with curves to this file.")] = None,
 ) -> None:
     """Predict what each method gains on your model and your network, and say which one to use.
@@ -66,8 +70,10 @@ def plan(
     without --link, the links between the hosts are measured.
     """
     if validate:
-        _validate(json)
+        _validate(json, report)
         return
+    if report is not None:
+        raise typer.BadParameter("is written by --validate; a plan has --html", param_hint="--report")
     with launched() as ranks:
         try:
             links = ranks.measure_links() if ranks is not None and link is None else None
@@ -111,20 +117,22 @@ def _measured_cluster(links: Links, gpus_per_host: int | None) -> Cluster:
     return replace(cluster, node_link=NVLINK, all_reduce="nccl", cores=None)
 
 
-def _validate(json: Path | None) -> None:
+def _validate(json: Path | None, report: Path | None) -> None:
     # Not at the top: plans do not need the benchmark.
     from thinwire.cli.plan import validation
     from thinwire.cli.step.run import StartError
 
     console = Console()
     try:
-        found = validation.validate(console, rounds=1, turn_seconds=3.0)
+        found = validation.validate(console, rounds=3, turn_seconds=3.0)
     except (TestbedUnavailable, StartError, ChildError) as error:
         typer.echo(f"thinwire plan: {error}", err=True)
         raise typer.Exit(2 if isinstance(error, TestbedUnavailable) else 1) from None
     validation.print_validation(console, found)
     if json is not None:
         json.write_text(found.as_json(), encoding="utf-8")
+    if report is not None:
+        report.write_text(found.as_markdown(), encoding="utf-8")
     if not found.passed:
         raise typer.Exit(1)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from thinwire.planning.calibration import EXCHANGE, KERNELS_IN_MEMCPYS, MEMCPY, MESSAGE
 from thinwire.planning.cluster import NVLINK, Cluster, Link
 from thinwire.planning.costs import Costs
-from thinwire.planning.methods import METHODS, Method, local_steps
+from thinwire.planning.methods import DENSE_WARM_UP, METHODS, RECOMMENDED_INTERVAL, Method, local_steps
 from thinwire.planning.prediction import Prediction, mean_step, predict
 from thinwire.planning.workload import Workload
 
@@ -70,16 +70,35 @@ CASES = (
         6.3,
     ),
 )
+_LOCAL_STEPS = local_steps(RECOMMENDED_INTERVAL)
+_WARM_UP = 0.15
+"""The part of a run that sends dense gradients first in the 1-bit Adam paper's recipe, and in the convergence study."""
 METHODS_COMPARED: tuple[tuple[Method, bool], ...] = (
     (METHODS["ddp"], False),
     (METHODS["ddp-bf16"], False),
     (METHODS["int4"], False),
-    (METHODS["onebit-adam"], False),
+    (
+        replace(METHODS["onebit-adam"], title="1-bit Adam, dense warm-up", others=((_WARM_UP, DENSE_WARM_UP),)),
+        False,
+    ),
+    (replace(METHODS["onebit-adam"], title="1-bit Adam, 4-bit warm-up"), False),
     (replace(METHODS["birder"], title="Birder, flat"), True),
     (replace(METHODS["birder"], title="Birder, hierarchical"), False),
-    (local_steps(16), False),
+    (_LOCAL_STEPS, False),
 )
 """Each with whether it is flat."""
+_WHOLE_MODEL = 1e6
+"""More megabytes than any model here has."""
+METHODS_SCALED = (
+    METHODS["ddp"],
+    METHODS["int4"],
+    METHODS["onebit-adam"],
+    METHODS["birder"],
+    replace(METHODS["birder"], title="Birder, one bucket", bucket_mb=_WHOLE_MODEL),
+    METHODS["zero-one-adam"],
+    _LOCAL_STEPS,
+)
+"""Those of the curves."""
 
 
 def papers_cluster(rate: float) -> Cluster:
@@ -129,7 +148,7 @@ def _scaling(title: str, explanation: str, workload: Workload, cluster: Cluster,
         method.title: tuple(
             mean_step(workload, replace(cluster, hosts=hosts), method, costs).total for hosts in SCALE_HOSTS
         )
-        for method in (METHODS["ddp"], METHODS["int4"], METHODS["birder"], METHODS["zero-one-adam"], local_steps(16))
+        for method in METHODS_SCALED
     }
     return Scaling(title, explanation, SCALE_HOSTS, steps, workload.compute)
 

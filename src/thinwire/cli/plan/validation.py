@@ -103,19 +103,60 @@ class Validation:
 
     def as_json(self) -> str:
         """All numbers."""
-        costs = {**asdict(self.costs), "kernels": dict(self.costs.kernels)}
-        cells = [{**asdict(cell), "error": cell.error} for cell in self.cells]
         figures = {
             "command": "plan --validate",
             "format": FORMAT,
             "machine": self.machine,
             "compute_core_seconds": self.compute,
-            "costs": costs,
+            "costs": {**asdict(self.costs), "kernels": dict(self.costs.kernels)},
             "median_error": self.median_error,
             "worst_error": self.worst_error,
-            "cells": cells,
+            "cells": [{**asdict(cell), "error": cell.error} for cell in self.cells],
         }
         return json.dumps(figures, indent=1, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Validation:
+        """Of a file that `as_json` has written."""
+        figures: dict[str, Any] = json.loads(text)
+        cells = tuple(
+            Cell(**{name: value for name, value in cell.items() if name != "error"}) for cell in figures["cells"]
+        )
+        return cls(figures["machine"], figures["compute_core_seconds"], Costs(**figures["costs"]), cells)
+
+    def as_markdown(self) -> str:
+        """The page of docs/benchmarks."""
+        about = self.machine
+        rows = [
+            f"| {cell.hosts} × {cell.ranks} | {rate_words(cell.rate)} | {cell.method} | {seconds(cell.predicted)} "
+            f"| {seconds(cell.measured)} | {cell.error:+.1%} |"
+            for cell in self.cells
+        ]
+        return "\n".join(
+            [
+                "# Predicted against measured steps",
+                "",
+                "`thinwire plan --validate` made this page. [Does it help me?](../plan.md) explains the prediction.",
+                "",
+                f"**{self.summary}.**",
+                "",
+                f"{about['cores']} cores of {about['cpu']}, torch {about['torch']}, {about['date']}, load before "
+                f"{about['load_before']:g}. {self.inputs}",
+                "",
+                "| hosts × ranks | rate | method | predicted | measured | error |",
+                "|---|---:|---|---:|---:|---:|",
+                *rows,
+                "",
+            ]
+        )
+
+    @property
+    def inputs(self) -> str:
+        """From what it was predicted, in two sentences."""
+        return (
+            f"Predicted from {seconds(self.compute)} of a core for forward and backward, and costs "
+            f"{self.costs.source}. No cell was used for either."
+        )
 
 
 def validate(console: Console, rounds: int, turn_seconds: float) -> Validation:
@@ -169,13 +210,7 @@ def print_validation(console: Console, validation: Validation) -> None:
         times = (seconds(cell.predicted), seconds(cell.measured))
         table.add_row(f"{cell.hosts} × {cell.ranks}", rate_words(cell.rate), cell.method, *times, f"{cell.error:+.1%}")
     console.print(table)
-    console.print(
-        f"Predicted from {seconds(validation.compute)} of a core for forward and backward, and costs "
-        f"{validation.costs.source}. No cell was used for either.",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
-    )
+    console.print(validation.inputs, markup=False, highlight=False, soft_wrap=True)
     console.print(validation.summary, markup=False, highlight=False, soft_wrap=True)
 
 
