@@ -59,7 +59,7 @@ COMPRESSORS = [
     Entry("topk", {"ratio": 0.1}),
     Entry("gtopk", {"ratio": 0.1}),
     Entry("chunked_topk"),
-    Entry("dct_topk"),
+    Entry("dct_topk", {"k": 64}),
     Entry("randomk", {"ratio": 0.2}, lr=0.04),
     Entry("count_sketch", {"cells": 0.5, "ratio": 0.1}, learns=False),
     Entry("powersgd", {"rank": 2}),
