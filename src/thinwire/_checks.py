@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import TypeGuard
 
 INT64_MAX = 2**63 - 1
 """The largest int64: an upper bound for counts that end up in tensors and files."""
@@ -11,6 +12,11 @@ INT64_MAX = 2**63 - 1
 def is_integer(value: object, low: int, high: int) -> bool:
     """Whether a value is an integer from `low` to `high`. A bool is not accepted, although it is an int in Python."""
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether a value is an int or a float, and finite. A bool is not accepted."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def check_seed(seed: int) -> None:

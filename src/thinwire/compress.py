@@ -70,8 +70,8 @@ def compress(
         model: a DistributedDataParallel model, or the root module of a model after `fully_shard`; also inside the
             wrapper of a framework or of torch.compile.
         compressor: the name of the compressor: "int4", "int8", "int3", "int2", "int1", "powersgd", "topk", "gtopk",
-            "chunked_topk", "dct_topk", "randomk", "count_sketch", "sign", "onebit_sgd", "signsgd", "qsgd", "terngrad",
-            "natural", or "none" to send floats. docs/compress.md compares them.
+            "chunked_topk", "dct_topk", "randomk", "count_sketch", "laq", "sign", "onebit_sgd", "signsgd", "qsgd",
+            "terngrad", "natural", or "none" to send floats. docs/compress.md compares them.
         grad_scaler: the torch.amp.GradScaler in use, if any. When its scale changes, the residuals change with it.
         residual_decay: what residuals are multiplied by before each exchange, in [0, 1]. Below 1, old errors are
             forgotten, as in error-compensated SGD (Wu et al., "Error Compensated Quantized SGD and its Applications to

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from thinwire.optimizers.agreement import require_agreement, require_same
 from thinwire.optimizers.inputs import check_frozen, make_plain
 from thinwire.outer.averager import OuterAverager
 from thinwire.outer.buffers import average_buffers
+from thinwire.outer.error_reset import StepExchange, check_error_reset, check_worker
 from thinwire.outer.fragment import Fragment, OuterStep, divide
 from thinwire.outer.inputs import (
     all_finite,
@@ -39,6 +41,8 @@ from thinwire.transport.topology import Choice
 
 _OWN = "thinwire"
 """The entry of a state dict that holds everything but the state of the inner optimizer."""
+_ENTRIES = {"rank", "world_size", "work", "fragments", "step_exchange", "parameters"}
+"""Of that entry, besides counters."""
 
 
 @unscales_in_step
@@ -72,8 +76,15 @@ class LocalSteps(Optimizer):
     SGD converges fast and communicates little", ICLR 2019), with any inner optimizer. The same with `"topk"`, `"qsgd"`
     or `"sign"` is Qsparse-local-SGD (D. Basu, D. Data, C. Karakus, S. Diggavi, NeurIPS 2019), whose error memory this
     is. With `"chunked_topk"`, `residual_decay=0.95` and the outer settings of local SGD it is SparseLoCo, and with
-    `thinwire.MuonAdamW` as the inner optimizer MuLoCo: see `from_profile`. CSER (C. Xie et al., NeurIPS 2020) applies
-    the residual to the local parameters; that is not offered.
+    `thinwire.MuonAdamW` as the inner optimizer MuLoCo: see `from_profile`.
+
+    With `error_reset=True` there is no error memory: what a message leaves out stays in the worker's parameters,
+    θ ← θ_ref - (Δ - C(Δ)), and is part of its next Δ. With a `step_compressor` C₂ every inner step is exchanged too. If
+    it has moved by p, then θ_ref ← θ_ref - A and θ ← θ + C₂(p) - A with A = the mean of C₂(p). With both, and the outer
+    settings of local SGD, it is CSER (C. Xie, S. Zheng, O. Koyejo, I. Gupta, M. Li, H. Lin: "CSER:
+    communication-efficient SGD with error reset", NeurIPS 2020), for any inner optimizer: its "local models" are θ, its
+    errors θ - θ_ref. Workers then always differ; `at_reference()` has the values to evaluate, and `synchronize()` makes
+    workers equal, which leaves what was not sent in a residual until the next exchange.
 
     `opt` behaves like `inner`: `param_groups`, `state`, `zero_grad()` and hyper-parameters are those of `inner`, and
     learning rate schedulers on either count inner steps. A GradScaler works as before: each worker has its own scale
@@ -87,14 +98,16 @@ class LocalSteps(Optimizer):
     of each node if they should take their inner steps together.
 
     Memory: θ_ref, momentum and Δ of 4 bytes per parameter each (with fragments, Δ of the largest only; without momentum
-    none for it), and the residuals of the compressor.
+    none for it), and the residuals of the compressor. With a `step_compressor` 4 bytes more, and its residuals.
 
     When not to use it: if the network is fast enough for an exchange per step (`thinwire.compress`, `thinwire.Birder`),
     which needs fewer tokens for the same loss; in runs of a few hundred steps, in which there are only a few outer
     steps; if ranks have very different data, whose local optima differ.
 
     Differences from the papers: Δ is compressed in both directions, with error memory at workers and owners. Fragments
-    are balanced by size over the list of parameters, because an optimizer knows no layers.
+    are balanced by size over the list of parameters, because an optimizer knows no layers. CSER averages what was sent
+    exactly; here the average may be compressed, and its owner keeps what that leaves out. An inner step that is not
+    finite on some rank is undone on all of them.
 
     Args:
         inner: the optimizer of this worker: any torch.optim.Optimizer over float parameters of the unwrapped module.
@@ -116,6 +129,12 @@ class LocalSteps(Optimizer):
             data or their hardware; a worker that sends wrong bytes on purpose is not stopped by it. It costs a small
             message per exchange, before it begins.
         residual_decay: what residuals are multiplied by before each exchange, in [0, 1].
+        error_reset: True to keep what messages leave out in the parameters of the worker, as CSER does. For compressors
+            with error feedback and parameters in float32; not with `delay`, `mix`, `weighted`, `clip_to_median`,
+            `residual_decay`, or workers of several ranks.
+        step_compressor: with `error_reset`, the name of the compressor of every inner step. None: exchange every
+            `every` steps only. Not with an `every` for each rank.
+        step_options: its options, such as `{"ratio": 0.01}`.
         process_group, topology, mesh, node_dtype, bucket_mb: as in `thinwire.compress`.
         max_consecutive_skips: raise TooManySkips after this many exchanges in a row in which an update was not finite.
             None: never.
@@ -142,6 +161,9 @@ class LocalSteps(Optimizer):
         weighted: bool = False,
         clip_to_median: bool = False,
         residual_decay: float = 1.0,
+        error_reset: bool = False,
+        step_compressor: str | None = None,
+        step_options: Mapping[str, Any] | None = None,
         process_group: dist.ProcessGroup | None = None,
         topology: Choice = "auto",
         mesh: DeviceMesh | None = None,
@@ -172,6 +194,24 @@ class LocalSteps(Optimizer):
         """Of each fragment, the work that this rank has counted since its last exchange."""
         self._compressor: tuple[str, Mapping[str, Any], float] = (compressor, options, residual_decay)
         rule_of(*self._compressor)  # raises for a wrong argument
+        check_error_reset(
+            error_reset,
+            (compressor, options),
+            step_compressor,
+            step_options,
+            delay=delay,
+            mix=mix,
+            weighted=weighted,
+            clip_to_median=clip_to_median,
+            residual_decay=residual_decay,
+        )
+        if step_compressor is not None and self._schedule.of_each_rank is not None:
+            raise ValueError(
+                f"every={every!r} with step_compressor={step_compressor!r}: expected one number for all ranks, because "
+                "every inner step is exchanged"
+            )
+        self._error_reset = error_reset
+        self._step_compressor = (step_compressor, dict(step_options or {})) if step_compressor is not None else None
         self._process_group = process_group
         self._wire: dict[str, Any] = {
             "topology": topology,
@@ -183,6 +223,8 @@ class LocalSteps(Optimizer):
         }
         self._fragments: list[Fragment] = []
         """Made before the first step, when the parameters have their values, devices and dtypes."""
+        self._step_exchange: StepExchange | None = None
+        """With a `step_compressor`, made together with the fragments."""
         self._peers = Peers(None, 0, 1)
         self._agreed = False
         """Whether all ranks have compared their settings since the start, or since a state was loaded."""
@@ -201,6 +243,8 @@ class LocalSteps(Optimizer):
         | "diloco-int4" | int4 | 0.7, 0.9 | 4.25 bits per parameter and outer step |
         | "streaming-int4" | int4 | 0.7, 0.9 | fragments=5, delay=5, mix=0.5; needs `every` of at least 25 |
         | "sign" | sign | 0.7, 0.9 | 1 bit |
+        | "cser" | randomk, 10 % and 1 % in every step | 1, 0 | `error_reset`: 0.32 bits per inner step, and 3.2 per \
+          outer step (Xie et al., 2020; the ratios are ours) |
         | "sparse-loco" | chunked_topk, k=64, union=True, residual_decay=0.95, clip_to_median=True | 1, 0 | 0.23 bits \
           up, n times as many down (Sarfi et al.: "Communication efficient LLM pre-training with SparseLoCo", arXiv \
           2508.15706, 2025; norms are limited to the median in its authors' runs over the internet) |
@@ -292,6 +336,8 @@ class LocalSteps(Optimizer):
             TooManySkips, ReplicasDiffer, PeerLost, CorruptPacket: as `thinwire.Birder`.
         """
         self._prepare()
+        if self._step_exchange is not None:
+            self._step_exchange.begin()
         loss = self._inner_step() if closure is None else self.inner.step(closure)
         fragment, common = self._schedule.advance()
         step = self._schedule.step
@@ -299,10 +345,12 @@ class LocalSteps(Optimizer):
             each.moved = True
             if each.due is not None and each.due <= step:
                 each.apply(self._mix)
+        if self._step_exchange is not None:
+            self._step_exchange.exchange(step)
         if fragment is not None:
             self._start(fragment, step + self._schedule.delay, common)
             if not self._schedule.delay:
-                self._fragments[fragment].apply(self._mix)
+                self._fragments[fragment].apply(self._mix, reset_error=self._error_reset)
         return loss
 
     def _inner_step(self) -> None:
@@ -398,12 +446,22 @@ class LocalSteps(Optimizer):
                 fragment.take_references()
         for fragment, names in zip(self._fragments, self._names(), strict=True):
             fragment.averager._prepare(dict(zip(fragment.references, names, strict=True)))
+        if self._step_exchange is not None:
+            self._step_exchange.averager._prepare(
+                {
+                    reference: name
+                    for fragment, names in zip(self._fragments, self._names(), strict=True)
+                    for reference, name in zip(fragment.references, names, strict=True)
+                }
+            )
         self._agreed = True
 
     def _check_first(self) -> None:
         self._build()
         params = [p for fragment in self._fragments for p in fragment.params]
         topology = self._fragments[0].averager._topology
+        if self._error_reset:
+            check_worker(params, topology.slices)
         check_alone(params, self._peers, topology)
         check_intervals(self._schedule.of_each_rank, self._peers, topology)
         for p in params:
@@ -424,9 +482,14 @@ class LocalSteps(Optimizer):
         if len(devices) != 1:
             raise ValueError(f"parameters on devices {devices}: LocalSteps needs trainable ones, all on one device")
         parts = [[trainable[i] for i in indices] for indices in divide(trainable, self._schedule.fragments)]
-        largest = max(sum(p.numel() for p in part) for part in parts)
+        sizes = [sum(p.numel() for p in part) for part in parts]
+        largest = sum(sizes) if self._step_compressor is not None else max(sizes)
         workspace = torch.zeros(largest, dtype=torch.float32, device=devices[0])
         self._fragments = [Fragment(part, self._averager, workspace) for part in parts]
+        if self._step_compressor is not None:
+            name, options = self._step_compressor
+            make = functools.partial(self._averager, name=name, **options)
+            self._step_exchange = StepExchange(self._fragments, make, workspace)
         self._count, self._forms = len(held), forms
 
     def _first_averager(self) -> OuterAverager:
@@ -435,12 +498,17 @@ class LocalSteps(Optimizer):
         return self._fragments[0].averager
 
     def _discard(self) -> None:
-        for fragment in self._fragments:
-            fragment.averager.close()
-        self._fragments = []
+        for averager in self._averagers():
+            averager.close()
+        self._fragments, self._step_exchange = [], None
 
-    def _averager(self, references: Sequence[Tensor]) -> OuterAverager:
-        return OuterAverager(references, rule_of(*self._compressor), process_group=self._process_group, **self._wire)
+    def _averager(self, references: Sequence[Tensor], name: str = "", **options: Any) -> OuterAverager:
+        rule = rule_of(name, options) if name else rule_of(*self._compressor)
+        return OuterAverager(references, rule, process_group=self._process_group, **self._wire)
+
+    def _averagers(self) -> list[OuterAverager]:
+        of_steps = [] if self._step_exchange is None else [self._step_exchange.averager]
+        return [*(fragment.averager for fragment in self._fragments), *of_steps]
 
     def _names(self) -> list[list[str]]:
         """The names of the parameters of each fragment: their own, or their places in the optimizer."""
@@ -461,6 +529,8 @@ class LocalSteps(Optimizer):
             "mix": self._mix,
             "weighted": self._weighted,
             "clip_to_median": self._clip_to_median,
+            "error_reset": self._error_reset,
+            "step_compressor": self._step_compressor and self._step_compressor[0],
             "outer_lr": float(self.outer_lr),
             "outer_momentum": float(self.outer_momentum),
             "the class of the inner optimizer": type(self.inner).__name__,
@@ -534,8 +604,8 @@ class LocalSteps(Optimizer):
         """End threads and connections. It can take no more steps; its state can still be read."""
         self._closed = True
         self._agreed = False
-        for fragment in self._fragments:
-            fragment.averager.close()
+        for averager in self._averagers():
+            averager.close()
 
     # Reading ---------------------------------------------------------------------------------------------------------
 
@@ -546,13 +616,13 @@ class LocalSteps(Optimizer):
 
     def metrics(self) -> LocalMetrics:
         """The bytes, times and norms of this rank since the first step."""
-        averagers = [fragment.averager for fragment in self._fragments]
         return local_metrics(
             self._schedule.step,
             self._skipped_steps,
-            [averager.metrics() for averager in averagers],
+            [fragment.averager.metrics() for fragment in self._fragments],
             [fragment.motion for fragment in self._fragments],
             self._peers.size,
+            of_steps=None if self._step_exchange is None else self._step_exchange.averager.metrics(),
         )
 
     # Saving ----------------------------------------------------------------------------------------------------------
@@ -577,12 +647,14 @@ class LocalSteps(Optimizer):
             "skipped_steps": self._skipped_steps,
             "work": list(self._work),
             "fragments": [],
+            "step_exchange": None,
             "parameters": None,
         }
         if self._schedule.step:
             for fragment in self._fragments:
                 fragment.collect()
             own["fragments"] = [fragment.state() for fragment in self._fragments]
+            own["step_exchange"] = None if self._step_exchange is None else self._step_exchange.state()
             if not self.is_synchronized:
                 own["parameters"] = [[p.detach() for p in fragment.params] for fragment in self._fragments]
         return {**saved, _OWN: own}
@@ -611,6 +683,8 @@ class LocalSteps(Optimizer):
         for number, (fragment, saved) in enumerate(zip(self._fragments, own["fragments"], strict=False)):
             fragment.load(saved)
             fragment.set_parameters(fragment.references if own["parameters"] is None else own["parameters"][number])
+        if self._step_exchange is not None:
+            self._step_exchange.load(own["step_exchange"])
 
     def check_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Run all checks of `load_state_dict`, and change nothing.
@@ -621,7 +695,7 @@ class LocalSteps(Optimizer):
         if not isinstance(state_dict, dict):
             raise TypeError(f"state_dict is {type(state_dict).__name__}, expected a dict, as state_dict() returns it")
         own = state_dict.get(_OWN)
-        if not isinstance(own, dict) or not {"rank", "world_size", "work", "fragments", "parameters"} <= own.keys():
+        if not isinstance(own, dict) or not own.keys() >= _ENTRIES:
             raise ValueError(
                 f"the state dict has {sorted(map(str, state_dict))}: expected that of a LocalSteps, with {_OWN!r}. To "
                 "begin local steps from the state of a plain optimizer, load it into the inner optimizer"
@@ -647,6 +721,13 @@ class LocalSteps(Optimizer):
             fragment.check(saved)
             if own["parameters"] is not None:
                 _check_parameters(fragment.params, own["parameters"][number])
+        if (own["step_exchange"] is None) != (self._step_exchange is None):
+            raise ValueError(
+                f"the state dict is of a LocalSteps {'without' if own['step_exchange'] is None else 'with'} a "
+                "step_compressor, and this one is not: expected the same arguments"
+            )
+        if self._step_exchange is not None:
+            self._step_exchange.check(own["step_exchange"])
 
 
 def _check_parameters(params: Sequence[Tensor], saved: Any) -> None:

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from tests.distributed.common import MANY_CASES_SECONDS, by_case, each_case, run_nodes
 from tests.oracles import averaging
-from tests.oracles.averaging import AveragingOracle, Compress, SketchedOracle
+from tests.oracles.averaging import AveragingOracle, Compress, LaqOracle, SketchedOracle
 from thinwire.compressors.chunked_topk import ChunkedTopKScheme
 from thinwire.compressors.dct_topk import DctTopKScheme
 from thinwire.compressors.gradient_compressor import GradientCompressor, Scheme
 from thinwire.compressors.gtopk import GlobalTopKScheme
+from thinwire.compressors.laq import LaqScheme
 from thinwire.compressors.natural import NaturalScheme
 from thinwire.compressors.onebit_sgd import OneBitSGDScheme
 from thinwire.compressors.qsgd import QSGDScheme
@@ -93,6 +94,12 @@ CASES: dict[str, Case] = {
         SignSGDScheme(0.5, seed=4), averaging.fixed_sign(1.0), averaging.fixed_sign(0.5), **NO_MEMORY, sums=True, seed=4
     ),
     "onebit_sgd": same(OneBitSGDScheme(block=96), averaging.half_means(96)),
+    "laq": Case(LaqScheme(), LaqOracle, (False, False)),
+    "laq, 3 bits": Case(
+        LaqScheme(3, 16, patience=1.0, history=2),
+        functools.partial(LaqOracle, bits=3, block=16, patience=1.0, history=2),
+        (False, False),
+    ),
     "count_sketch": sketched(ratio=0.05, cells=0.4, rows=3, momentum=0.0, seed=6),
     "count_sketch, momentum": sketched(ratio=0.05, cells=0.5, rows=5, momentum=0.5, seed=7),
 }

@@ -35,6 +35,7 @@ CASES = {
     "adamw, powersgd": Case("powersgd", {"rank": 1}),
     "adamw, qsgd": Case("qsgd"),
     "sgd, count_sketch": Case("count_sketch", optimizer=torch.optim.SGD),
+    "sgd, laq": Case("laq", optimizer=torch.optim.SGD),
     "adamw, none": Case("none"),
     "adamw, delayed, a GradScaler": Case(options={"delay": 1}, scaled=True),
     "adamw, topk, delayed": Case("topk", {"ratio": 0.1, "delay": 1}),

@@ -46,7 +46,7 @@ def crc32c(data: bytes | bytearray) -> int:
 def first_difference(expected: Header, received: bytes) -> str | None:
     """What is wrong with a packet, as docs/protocol.md tells; None if it is the one that was expected."""
     fields = dict(zip(_NAMES, _HEADER.unpack_from(received), strict=True))
-    wanted = dataclasses.asdict(expected) | {"magic": 0x5754, "version": 3, "checksum": crc32c(received[4:])}
+    wanted = dataclasses.asdict(expected) | {"magic": 0x5754, "version": 4, "checksum": crc32c(received[4:])}
     names = [name for name in _NAMES if name != "flags" and fields[name] != wanted[name]]
     if (fields["flags"] ^ expected.flags) & packet.ACTIVATION:
         names.append("activation")

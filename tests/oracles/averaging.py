@@ -13,6 +13,7 @@ import numpy as np
 
 from tests.oracles.birder import draw, key
 from tests.oracles.flat_space import TOO_LARGE, WORD, cut
+from tests.oracles.quantize import encode
 from tests.oracles.sketched_amsgrad import CountSketch
 
 WORKER, OWNER, SHARED = 0, 1, 3
@@ -288,3 +289,86 @@ class SketchedOracle(AveragingOracle):
             answer[here] = self.down(estimate, Keys(0, 0))
             self.e[number] -= sketch.table(answer[here])
         return [answer[place] for place in self.places]
+
+
+# Lazy aggregation -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Lazy:
+    """LAQ's sender of the changes of one shard: what it has left out in its last message, and how long ago that was."""
+
+    bits: int
+    block: int
+    patience: float
+    max_age: int
+    error: float = 0.0
+    age: int = 0
+
+    def send(self, change: np.ndarray, average_square: float) -> np.ndarray | None:
+        """What is sent of a change; None if nothing is."""
+        _, _, delta = encode(change.astype(np.float32), self.bits, self.block, 1.0)
+        error = float(np.sum((change - delta).astype(np.float64) ** 2))
+        small = np.sum(delta.astype(np.float64) ** 2) <= self.patience * average_square + 3 * (error + self.error)
+        if small and self.age < self.max_age:
+            self.age += 1
+            return None
+        self.error, self.age = error, 0
+        return delta
+
+
+class LaqOracle(AveragingOracle):
+    """LAQ (Sun et al., NeurIPS 2019), packet by packet; owners are lazy too. `silent` has the packets of the last
+    step that had no payload: the number of their shard and their worker, or None for the answer."""
+
+    def __init__(
+        self,
+        numels: Sequence[int],
+        workers: int,
+        *,
+        bits: int = 4,
+        block: int = 64,
+        patience: float = 0.8,
+        history: int = 10,
+        max_age: int = 100,
+        slices: int = 1,
+        bucket_elements: int = 1 << 40,
+    ) -> None:
+        none = {"worker_residual": False, "owner_residual": False}
+        super().__init__(numels, workers, exact, exact, slices, bucket_elements, **none)
+        self.history = history
+        self.known = np.zeros((workers, self.size), np.float32)
+        self.mean, self.followed = np.zeros(self.size, np.float32), np.zeros(self.size, np.float32)
+        self.squares = [0.0 for _ in self.shards]
+        self.senders = {
+            (number, sender): Lazy(bits, block, patience, max_age)
+            for number in range(len(self.shards))
+            for sender in [*range(workers), None]
+        }
+        self.silent: set[tuple[int, int | None]] = set()
+
+    def step(self, gradients: Sequence[Sequence[np.ndarray | None]]) -> list[np.ndarray]:
+        g = np.stack([self.flat(of_worker) for of_worker in gradients]).astype(np.float32)
+        wanted, lost = np.zeros(self.workers), np.zeros(self.workers)
+        self.silent = set()
+        for number, shard in enumerate(self.shards):
+            here = slice(shard.first * WORD, (shard.first + shard.length) * WORD)
+            for worker in range(self.workers):
+                change = g[worker, here] - self.known[worker, here]
+                delta = self._send(number, worker, change)
+                self.known[worker, here] += delta
+                self.mean[here] += delta * np.float32(1 / self.workers)
+                wanted[worker] += np.sum(change.astype(np.float64) ** 2)
+                lost[worker] += np.sum((change - delta).astype(np.float64) ** 2)
+            self.followed[here] += self._send(number, None, self.mean[here] - self.followed[here])
+            square = float(np.sum(self.followed[here].astype(np.float64) ** 2))
+            self.squares[number] += (square - self.squares[number]) / self.history
+        self.lost = list(lost / wanted)
+        return [self.followed[place] for place in self.places]
+
+    def _send(self, number: int, sender: int | None, change: np.ndarray) -> np.ndarray:
+        delta = self.senders[number, sender].send(change, self.squares[number])
+        if delta is None:
+            self.silent.add((number, sender))
+            return np.zeros_like(change)
+        return delta

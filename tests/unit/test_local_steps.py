@@ -57,6 +57,48 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "fragments": (lambda: thinwire.LocalSteps(sgd(), every=3, fragments=4), ValueError, "at least one inner step per"),
     "decay": (lambda: thinwire.LocalSteps(sgd(), residual_decay=2.0), ValueError, r"residual_decay=2.0: expected"),
     "weighted": (lambda: thinwire.LocalSteps(sgd(), weighted=2), ValueError, "weighted=2: expected True or False"),  # type: ignore[arg-type]
+    "error_reset": (lambda: thinwire.LocalSteps(sgd(), error_reset=1), ValueError, "error_reset=1: expected True or"),  # type: ignore[arg-type]
+    "step_compressor alone": (
+        lambda: thinwire.LocalSteps(sgd(), step_compressor="topk"),
+        ValueError,
+        "step_compressor='topk' without error_reset=True",
+    ),
+    "step_options alone": (
+        lambda: thinwire.LocalSteps(sgd(), error_reset=True, step_options={"ratio": 0.1}),
+        ValueError,
+        "step_options={'ratio': 0.1} without step_compressor",
+    ),
+    "error_reset and delay": (
+        lambda: thinwire.LocalSteps(sgd(), error_reset=True, delay=1),
+        ValueError,
+        "delay=1 with error_reset=True: expected 0",
+    ),
+    "error_reset and mix": (lambda: thinwire.LocalSteps(sgd(), error_reset=True, mix=0.5), ValueError, "mix=0.5 with"),
+    "error_reset and weighted": (
+        lambda: thinwire.LocalSteps(sgd(), error_reset=True, weighted=True),
+        ValueError,
+        "weighted=True with error_reset=True: expected False",
+    ),
+    "error_reset and clipping": (
+        lambda: thinwire.LocalSteps(sgd(), error_reset=True, clip_to_median=True),
+        ValueError,
+        "clip_to_median=True with error_reset=True: expected False",
+    ),
+    "steps of each rank": (
+        lambda: thinwire.LocalSteps(sgd(), [3, 2], error_reset=True, step_compressor="topk"),
+        ValueError,
+        r"every=\[3, 2\] with step_compressor='topk': expected one number for all ranks",
+    ),
+    "error_reset and decay": (
+        lambda: thinwire.LocalSteps(sgd(), error_reset=True, residual_decay=0.9),
+        ValueError,
+        "residual_decay=0.9 with error_reset=True: expected 1.0",
+    ),
+    "a step_option": (
+        lambda: thinwire.LocalSteps(sgd(), error_reset=True, step_compressor="topk", step_options={"k": 1}),
+        TypeError,
+        "'topk' has no option 'k'",
+    ),
     "count": (lambda: thinwire.LocalSteps(sgd()).count(1), RuntimeError, "make it with weighted=True"),
     "work": (lambda: thinwire.LocalSteps(sgd(), weighted=True).count(-1), ValueError, "work=-1: expected a number of"),
     "inner": (lambda: thinwire.LocalSteps(nn.Linear(1, 1)), TypeError, "expected a torch.optim.Optimizer"),  # type: ignore[arg-type]
@@ -85,6 +127,16 @@ def test_wrong_arguments_are_named(case: str) -> None:
     make, kind, text = WRONG[case]
     with pytest.raises(kind, match=text):
         make()
+
+
+@pytest.mark.parametrize("name", ["none", "signsgd", "terngrad", "natural", "qsgd", "count_sketch", "laq", "powersgd"])
+def test_error_reset_needs_a_residual_of_the_worker(name: str) -> None:
+    with pytest.raises(ValueError, match=f"compressor='{name}' with error_reset=True: its workers keep no residual"):
+        thinwire.LocalSteps(sgd(), 3, name, error_reset=True)
+    with pytest.raises(ValueError, match=f"step_compressor='{name}' with error_reset=True: its workers keep no resid"):
+        thinwire.LocalSteps(sgd(), 3, error_reset=True, step_compressor=name)
+    with pytest.raises(ValueError, match="compressor='int4', error_feedback=False with error_reset=True"):
+        thinwire.LocalSteps(sgd(), 3, "int4", error_feedback=False, error_reset=True)
 
 
 def test_errors_of_the_first_step() -> None:

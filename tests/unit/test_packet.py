@@ -13,6 +13,7 @@ from torch import Tensor
 
 from thinwire.errors import CorruptPacket
 from thinwire.kernels import header, ops
+from thinwire.transport.empty import Shortened
 from thinwire.transport.packet import ACTIVATION, HEADER_BYTES, NONFINITE, REFUSED, Header, Packet
 
 KERNELS = ops.backend(torch.device("cpu"))
@@ -47,9 +48,9 @@ def test_the_header_is_laid_out_as_the_protocol_says() -> None:
     row = bytes(sealed(dataclasses.replace(HEADER, flags=NONFINITE | ACTIVATION), b"payload").tolist())
     assert HEADER_BYTES == 32
     assert row[4:6] == b"TW"
-    assert struct.unpack_from("<HHHQIII", row, 6) == (3, 5, 2, 7, 3, 4096, 0xDEADBEEF)
+    assert struct.unpack_from("<HHHQIII", row, 6) == (4, 5, 2, 7, 3, 4096, 0xDEADBEEF)
     assert row[32:] == b"payload"
-    assert (NONFINITE, REFUSED, ACTIVATION, header.DISAGREE) == (1, 2, 4, 16)
+    assert (NONFINITE, REFUSED, ACTIVATION, header.DISAGREE, header.EMPTY) == (1, 2, 4, 16, 32)
 
 
 def test_the_checksum_is_that_of_everything_behind_it() -> None:
@@ -101,8 +102,8 @@ def test_a_foreign_packet_is_named_by_its_magic() -> None:
 
 def test_another_version_is_refused_before_its_fields_are_read() -> None:
     """They may mean something else there: the version is what is reported, though the step differs as well."""
-    row = forged(dataclasses.replace(HEADER, step=99), 6, struct.pack("<H", 4))
-    with pytest.raises(CorruptPacket, match="version is 4, expected 3: all ranks must run the same version"):
+    row = forged(dataclasses.replace(HEADER, step=99), 6, struct.pack("<H", 3))
+    with pytest.raises(CorruptPacket, match="version is 3, expected 4: all ranks must run the same version"):
         HEADER.check(Packet(row), KERNELS)
 
 
@@ -130,3 +131,46 @@ def test_no_flipped_bit_goes_unseen(header: Header, payload: bytes, data: st.Dat
     row[bit // 8] ^= 1 << bit % 8
     with pytest.raises(CorruptPacket, match=r"checksum is .*: the packet was changed on its way"):
         header.check(Packet(row), KERNELS)
+
+
+# Packets of zeros ----------------------------------------------------------------------------------------------------
+
+PRESENCE = HEADER_BYTES + 24
+"""Where the presence bits of a row of three words and them begin."""
+
+
+def arrived(message: Tensor) -> Tensor:
+    """What a receiver has whose row held something else before."""
+    row = torch.full((PRESENCE + 8,), 0xAB, dtype=torch.uint8)
+    row[: message.numel()] = message
+    return row
+
+
+@pytest.mark.parametrize("flags", [0, NONFINITE, REFUSED | NONFINITE])
+@pytest.mark.parametrize("payload", [bytes(24), bytes(23) + b"\1"])
+def test_a_packet_arrives_as_it_was_sealed_whether_or_not_its_zeros_travel(flags: int, payload: bytes) -> None:
+    sent = dataclasses.replace(HEADER, flags=flags, length=32)
+    row = sealed(sent, payload + b"presence")
+    message = Shortened(row, PRESENCE).message(sent, KERNELS)
+    assert message.numel() == (row.numel() if any(payload) else HEADER_BYTES + 8)
+    received = arrived(message)
+    # The receiver does not know the flags yet.
+    assert Shortened(received, PRESENCE).restore(dataclasses.replace(sent, flags=0), KERNELS) == message.numel()
+    assert torch.equal(received, row)
+
+
+def test_a_short_message_that_is_not_the_one_that_is_due_is_refused() -> None:
+    sent = dataclasses.replace(HEADER, length=32)
+    message = Shortened(sealed(sent, bytes(24) + b"presence"), PRESENCE).message(sent, KERNELS)
+    with pytest.raises(CorruptPacket, match="step is 7, expected 8"):
+        Shortened(arrived(message), PRESENCE).restore(dataclasses.replace(sent, step=8), KERNELS)
+    for bit in range(8 * message.numel()):
+        changed = message.clone()
+        changed[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(CorruptPacket):
+            restore_and_check(arrived(changed), sent)
+
+
+def restore_and_check(row: Tensor, expected: Header) -> None:
+    Shortened(row, PRESENCE).restore(expected, KERNELS)
+    expected.check(Packet(row), KERNELS)  # without EMPTY, it is taken for a whole packet

@@ -16,6 +16,7 @@ from torch import Tensor
 from tests.oracles import averaging
 from tests.oracles.averaging import Compress, Keys
 from tests.unit.kernel_cases import PATIENT, SEEDS
+from thinwire.averaging.catalogue import rule_of
 from thinwire.compressors.chunked_topk import ChunkedTopKScheme
 from thinwire.compressors.codecs import Codec, RandomCodec
 from thinwire.compressors.codecs.block_sign import BlockSign, FixedSign, HalfMeans
@@ -30,6 +31,7 @@ from thinwire.compressors.dct_topk import DctTopKScheme
 from thinwire.compressors.error_feedback import ErrorFeedback
 from thinwire.compressors.gradient_compressor import Scheme
 from thinwire.compressors.gtopk import GlobalTopKScheme
+from thinwire.compressors.laq import LaqScheme
 from thinwire.compressors.natural import NaturalScheme
 from thinwire.compressors.onebit_sgd import OneBitSGDScheme
 from thinwire.compressors.qsgd import QSGDScheme
@@ -65,6 +67,7 @@ SCHEMES: dict[str, Scheme] = {
     "sign, blocks": SignScheme(block=128),
     "signsgd": SignSGDScheme(),
     "onebit_sgd": OneBitSGDScheme(),
+    "laq": LaqScheme(),
     "count_sketch": CountSketchScheme(),
     "count_sketch, momentum": CountSketchScheme(momentum=0.9),
 }
@@ -120,7 +123,8 @@ class Worker:
 
     def state(self) -> list[Tensor]:
         state = self.compressor.state()
-        return [*state.own.values(), *state.owned.values(), *state.shards.values()]
+        kinds = (state.own, state.owned, state.whole, state.shards)
+        return [tensor for kind in kinds for tensor in kind.values()]
 
 
 # Sizes ---------------------------------------------------------------------------------------------------------------
@@ -177,12 +181,52 @@ def test_the_bits_are_those_of_the_documentation() -> None:
         (lambda: OneBitSGDScheme(block=2**21), r"^block=2097152: expected an integer from 8 to 2\*\*20"),
         (lambda: CountSketchScheme(cells=0.6), r"^cells=0\.6: expected a number in \(0, 0\.5\]"),
         (lambda: CountSketchScheme(rows=16), r"^rows=16: expected an integer from 1 to 15"),
+        (lambda: TopKScheme("0.1"), r"^ratio='0\.1': expected a number in \(0, 1\]"),  # pyright: ignore[reportArgumentType]
+        (lambda: GlobalTopKScheme(True), r"^ratio=True: expected a number in \(0, 1\]"),
+        (lambda: SignSGDScheme(scale=True), r"^scale=True: expected a positive number"),
+        (lambda: CountSketchScheme(cells=None), r"^cells=None: expected a number in"),  # pyright: ignore[reportArgumentType]
+        (lambda: CountSketchScheme(momentum=[1]), r"^momentum=\[1\]: expected a number in"),  # pyright: ignore[reportArgumentType]
+        (lambda: LaqScheme(bits=2), r"^bits=2: expected 3, 4 or 8"),
+        (lambda: LaqScheme(block=48), r"^block=48: expected 16, 32 or 64"),
+        (lambda: LaqScheme(patience=-0.5), r"^patience=-0\.5: expected a number in \[0, 1\]"),
+        (lambda: LaqScheme(patience=1.5), r"^patience=1\.5: expected a number in \[0, 1\]"),
+        (lambda: LaqScheme(history=0), r"^history=0: expected a number of exchanges, at least 1"),
+        (lambda: LaqScheme(max_age=-1), r"^max_age=-1: expected a number of exchanges, at least 0"),
         (lambda: CountSketchScheme(momentum=1.0), r"^momentum=1\.0: expected a number in \[0, 1\)"),
     ],
 )
 def test_invalid_options_are_refused_by_name(make: Callable[[], Scheme], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("decay", ["0.5", None, True, math.nan, 1.5, [1]])
+def test_a_residual_decay_that_is_no_share_is_refused_by_name(decay: Any) -> None:
+    with pytest.raises(ValueError, match=r"^residual_decay=.*: expected a number in \[0, 1\]"):
+        rule_of("int4", {}, decay)
+
+
+def test_laq_has_no_residual_to_decay_and_no_packets_of_fixed_length() -> None:
+    with pytest.raises(ValueError, match=r"^residual_decay=0\.9 with compressor 'laq', which keeps no residuals"):
+        rule_of("laq", {}, 0.9)
+    with pytest.raises(ValueError, match=r"^compressor 'laq' with parameters on 'meta': expected parameters on"):
+        LaqScheme().bind(Layout([64], 2, 64, device=torch.device("meta")), 0, NATIVE)
+
+
+@pytest.mark.parametrize(
+    ("name", "closest"), [("int5", "int"), ("TopK", "topk"), ("power_sgd", "powersgd"), ("none4", "none")]
+)
+def test_an_unknown_compressor_gets_the_list_and_the_closest_name(name: str, closest: str) -> None:
+    with pytest.raises(
+        ValueError, match=rf"^compressor='{name}': expected one of int4, .*powersgd. Did you mean '{closest}"
+    ):
+        rule_of(name, {})
+
+
+@each_scheme
+def test_the_residual_of_workers_is_announced(name: str) -> None:
+    state = SCHEMES[name].bind(Layout([64], 1, 64), 0, NATIVE).state()
+    assert ("residual" in state.own) == SCHEMES[name].worker_residual
 
 
 @each_scheme
@@ -410,9 +454,7 @@ def test_padding_stays_zero_and_answers_are_finite(name: str) -> None:
                 assert not worker.compressor.residual.any()
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in SCHEMES if SCHEMES[name].bind(Layout([64], 1, 64), 0, NATIVE).state().own]
-)
+@pytest.mark.parametrize("name", [name for name in SCHEMES if SCHEMES[name].worker_residual])
 def test_what_is_answered_and_what_is_kept_is_what_was_given(name: str) -> None:
     """Law 4, over several exchanges: the answers and both residuals add up to the gradients."""
     worker = Worker(SCHEMES[name])

@@ -14,6 +14,7 @@ from thinwire.compressors.chunked_topk import ChunkedTopKScheme
 from thinwire.compressors.dct_topk import DctTopKScheme
 from thinwire.compressors.gradient_compressor import Scheme
 from thinwire.compressors.gtopk import GlobalTopKScheme
+from thinwire.compressors.laq import LaqScheme
 from thinwire.compressors.lossless import LosslessScheme
 from thinwire.compressors.natural import NaturalScheme
 from thinwire.compressors.onebit_sgd import OneBitSGDScheme
@@ -44,6 +45,7 @@ SCHEMES: Mapping[str, Callable[..., Scheme]] = {
     "dct_topk": DctTopKScheme,
     "randomk": RandomKScheme,
     "count_sketch": CountSketchScheme,
+    "laq": LaqScheme,
     "none": LosslessScheme,
 }
 """Compressors whose packets hold the elements of a shard."""
@@ -63,7 +65,7 @@ def rule_of(name: str, options: Mapping[str, Any], residual_decay: float = 1.0) 
     if not isinstance(name, str) or name not in NAMES:
         raise ValueError(f"compressor={name!r}: expected one of {', '.join(NAMES)}{_closest(name)}")
     make = SCHEMES.get(name) or OTHERS[name]
-    known = [each for each in inspect.signature(make).parameters if each not in ("bits", "residual_decay")]
+    known = [each for each in inspect.signature(make).parameters if each != "residual_decay"]
     unknown = [option for option in options if option not in known]
     if unknown:
         expected = ", ".join(known) or "none"
@@ -74,5 +76,5 @@ def rule_of(name: str, options: Mapping[str, Any], residual_decay: float = 1.0) 
 
 
 def _closest(name: object) -> str:
-    found = difflib.get_close_matches(str(name), NAMES, n=1)
+    found = difflib.get_close_matches(str(name).lower(), NAMES, n=1)
     return f". Did you mean {found[0]!r}?" if found else ""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire._checks import is_number
 from thinwire.compressors.gradient_compressor import GradientCompressor, Scheme
 from thinwire.compressors.kept_answers import NAME, KeptMean, kept_mean
 from thinwire.compressors.lossless import LosslessScheme
@@ -41,10 +42,12 @@ class AveragingRule(UpdateRule):
     """
 
     moves_parameters = False
+    worker_residual = False
+    """Whether workers keep what their own messages leave out, element by element."""
     buckets = 8  # packets are larger than those of signs, so a slow link should start earlier
 
     def __init__(self, name: str, residual_decay: float = 1.0) -> None:
-        if isinstance(residual_decay, bool) or not 0 <= residual_decay <= 1:
+        if not is_number(residual_decay) or not 0 <= residual_decay <= 1:
             raise ValueError(f"residual_decay={residual_decay!r}: expected a number in [0, 1]")
         self._name = name
         self._residual_decay = residual_decay
@@ -118,7 +121,12 @@ class ElementwiseRule(AveragingRule):
 
     def __init__(self, name: str, scheme: Scheme, residual_decay: float = 1.0) -> None:
         super().__init__(name, residual_decay)
+        if scheme.no_decay is not None and residual_decay != 1.0:
+            raise ValueError(
+                f"residual_decay={residual_decay!r} with compressor {name!r}, which {scheme.no_decay}: expected 1.0"
+            )
         self._scheme = scheme
+        self.worker_residual = scheme.worker_residual
         self._kept: KeptMean | None = None
         self.state_depends_on_buckets = scheme.state_depends_on_buckets
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
@@ -53,6 +53,9 @@ class Scheme(abc.ABC):
     state_depends_on_buckets = False
     """Whether the residuals depend on how the flat space is cut into buckets, beyond their places."""
 
+    no_decay: ClassVar[str | None] = None
+    """Why `residual_decay` must be 1, if so."""
+
     @abc.abstractmethod
     def bind(self, layout: Layout, node: int, kernels: Kernels) -> GradientCompressor:
         """The compressor for a flat space, on a rank of worker `node`."""
@@ -60,6 +63,11 @@ class Scheme(abc.ABC):
     @abc.abstractmethod
     def bits_per_value(self, workers: int) -> tuple[float, float]:
         """The bits per parameter that a worker sends to owners, and that an owner sends to each worker."""
+
+    @property
+    def worker_residual(self) -> bool:
+        """Whether workers keep what their messages leave out, element by element. An option may say so."""
+        return vars(self).get("error_feedback", True)
 
     def settings(self) -> dict[str, Any]:
         """The options on which all ranks must agree."""

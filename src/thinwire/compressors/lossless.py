@@ -20,6 +20,11 @@ from thinwire.transport.layout import Layout
 class LosslessScheme(Scheme):
     """No compression. The mean is computed in rank order, so its rounding differs from that of DDP's all-reduce."""
 
+    @property
+    def worker_residual(self) -> bool:
+        """See `Scheme`."""
+        return False
+
     def bits_per_value(self, workers: int) -> tuple[float, float]:
         """See `Scheme`."""
         return 32.0, 32.0

@@ -112,7 +112,7 @@ class Quantized:
         """What this worker has not sent yet, of its slices."""
         self.answer_residual = untouched_zeros(self._owned.size, dtype, device) if scheme.error_feedback else None
         """What this rank has not answered yet, of the shards that it owns."""
-        words = _payload_words(scheme.word_bytes)
+        words = payload_words(scheme.word_bytes)
         self.payload = Payload(
             up_words=words,
             down_words=words,
@@ -213,7 +213,9 @@ def _three_quarters(buckets: int) -> int:
     return -(-3 * buckets // 4)
 
 
-def _payload_words(word_bytes: int) -> Callable[[int], int]:
+def payload_words(word_bytes: int) -> Callable[[int], int]:
+    """The words of a packet, given those of a shard, each of which takes so many bytes."""
+
     def words(shard_words: int) -> int:
         return -(-shard_words * word_bytes // WORD_BYTES)
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from thinwire._checks import check_seed
+from thinwire._checks import check_seed, is_number
 from thinwire.compressors.codecs.block_sign import FixedSign
 from thinwire.compressors.error_feedback import ErrorFeedback
 from thinwire.compressors.gradient_compressor import Scheme
@@ -48,7 +47,7 @@ class SignSGDScheme(Scheme):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.scale, int | float) and 0 < self.scale < math.inf):
+        if not is_number(self.scale) or self.scale <= 0:
             raise ValueError(f"scale={self.scale!r}: expected a positive number, the size of the averaged gradient")
         check_seed(self.seed)
 
@@ -65,6 +64,11 @@ class SignSGDScheme(Scheme):
             sums=True,  # of ±1, which is exact: a tie is zero
             seed=self.seed,
         )
+
+    @property
+    def worker_residual(self) -> bool:
+        """See `Scheme`."""
+        return False
 
     def bits_per_value(self, workers: int) -> tuple[float, float]:
         """See `Scheme`."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire._checks import check_seed, is_integer
+from thinwire._checks import check_seed, is_integer, is_number
 from thinwire.compressors._answers import Answers, longest_shard
 from thinwire.compressors._gradient_sums import GradientSums
 from thinwire.compressors._packets import bytes_of, words_of
@@ -210,11 +210,11 @@ class CountSketchScheme(Scheme):
 
     def __post_init__(self) -> None:
         check_ratio(self.ratio)
-        if not 0 < self.cells <= 0.5:
+        if not is_number(self.cells) or not 0 < self.cells <= 0.5:
             raise ValueError(f"cells={self.cells!r}: expected a number in (0, 0.5], the cells of a sketch per element")
         if not is_integer(self.rows, 1, MAX_ROWS):
             raise ValueError(f"rows={self.rows!r}: expected an integer from 1 to {MAX_ROWS}")
-        if not 0 <= self.momentum < 1:
+        if not is_number(self.momentum) or not 0 <= self.momentum < 1:
             raise ValueError(f"momentum={self.momentum!r}: expected a number in [0, 1)")
         check_seed(self.seed)
 
@@ -230,6 +230,11 @@ class CountSketchScheme(Scheme):
             momentum=self.momentum,
             seed=self.seed,
         )
+
+    @property
+    def worker_residual(self) -> bool:
+        """See `Scheme`."""
+        return False
 
     def bits_per_value(self, workers: int) -> tuple[float, float]:
         """See `Scheme`."""

@@ -57,6 +57,11 @@ class TernGradScheme(Scheme):
             layout, node, kernels, codec, codec, worker_residual=False, owner_residual=False, seed=self.seed
         )
 
+    @property
+    def worker_residual(self) -> bool:
+        """See `Scheme`."""
+        return False
+
     def bits_per_value(self, workers: int) -> tuple[float, float]:
         """See `Scheme`."""
         bits = code_bits(1) + NORM_BITS / self.block

@@ -10,7 +10,7 @@ import struct
 from typing import Any
 
 MAGIC = 0x5754  # "TW" in memory
-VERSION = 3
+VERSION = 4
 
 FIELD_BYTES = {
     "checksum": 4,
@@ -30,6 +30,7 @@ HEADER_BYTES = sum(FIELD_BYTES.values())
 _LETTERS = {2: "H", 4: "I", 8: "Q"}
 _FORMAT = "".join(_LETTERS[size] for size in FIELD_BYTES.values())
 CHECKSUM = struct.Struct("<" + _FORMAT[0])
+_FLAGS = struct.Struct("<" + _LETTERS[FIELD_BYTES["flags"]])
 _AFTER_CHECKSUM = struct.Struct("<" + _FORMAT[1:])
 
 NONFINITE = 1
@@ -42,6 +43,8 @@ SYNCHRONIZE = 8
 """An exchange by itself, outside of any step."""
 DISAGREE = 16
 """In a commit message: the sender knows of ranks whose parameter groups have different numbers."""
+EMPTY = 32
+"""The message ends with the presence bits, which follow the header: the payload is all zeros."""
 RAISED = NONFINITE | REFUSED
 """Flags that a receiver takes from a packet. It knows the others in advance."""
 
@@ -77,6 +80,12 @@ def compare(
         if got != want:
             return code, got, want, seen
     raise AssertionError("unequal tuples differ in an element")
+
+
+def flags_of(memory: Any) -> int:
+    """The flags of the header in a buffer, which may be wrong."""
+    (flags,) = _FLAGS.unpack_from(memory, FIELD_OFFSETS["flags"])
+    return flags
 
 
 class Status(enum.IntEnum):

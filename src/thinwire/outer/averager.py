@@ -45,6 +45,27 @@ class OuterAverager(GradientAverager):
     def _exchange_time(self) -> str:
         return "during an outer exchange"
 
+    def take_residual(self, reference: Tensor, into: Tensor) -> None:
+        """Subtract from `into` what the last message of this rank has left out of an update, and forget it."""
+        if self.keeps_residual:
+            into.sub_(self._residual_of(reference))
+            self.forget_residual(reference)
+
+    def forget_residual(self, reference: Tensor) -> None:
+        """Forget what messages have left out of the updates of a parameter."""
+        if self.keeps_residual:
+            self._residual_of(reference).zero_()
+
+    @property
+    def keeps_residual(self) -> bool:
+        """Whether messages of this rank leave anything out: not if it is the only one, and nothing leaves it."""
+        return "residual" in self._flat_state.own
+
+    def _residual_of(self, reference: Tensor) -> Tensor:
+        layout = self._session.layout
+        slot = layout.slots[self.position_of(reference)]
+        return layout.own_view(self._flat_state.own["residual"], slot, reference)
+
     def agree_on(self, **numbers: float) -> None:
         """Let ranks compare numbers in the exchange that begins, before any of them applies its answer."""
         self.param_groups[0].update(numbers)

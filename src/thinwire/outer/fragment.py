@@ -146,7 +146,7 @@ class Fragment:
             if weight != 1.0:
                 update.mul_(weight)
             # A parameter that did not move is not in the packets: signs have no zero.
-            averager.add(reference, update, present=_has_values(update))
+            averager.add(reference, update, present=has_values(update))
         if not self._measured:
             self._own_square = _dot(self.update, self.update)
         self._measured = False
@@ -169,10 +169,14 @@ class Fragment:
         self.averager.finish()
         self._collected, self._dropped = True, self.averager.overflowed
 
-    def apply(self, mix: float) -> None:
+    def apply(self, mix: float, *, reset_error: bool = False) -> None:
         """Take the outer step, and move the parameters to `mix` times themselves plus `1 - mix` times the reference.
 
         If some rank's update was not finite, the parameters return to the reference values on all ranks instead.
+
+        Args:
+            mix: see above.
+            reset_error: move what the message of this rank has left out from the residual into the parameters.
         """
         self.collect()
         self.due = None
@@ -187,6 +191,16 @@ class Fragment:
             for reference, p in zip(self.references, self.params, strict=True):
                 p.copy_((p * mix if p.dtype == torch.float32 else p.float() * mix).add_(reference * (1.0 - mix)))
         self.moved = mix != 0.0
+        if reset_error:
+            self._reset_error()
+
+    def _reset_error(self) -> None:
+        for reference, p in zip(self.references, self.params, strict=True):
+            if self._dropped:
+                self.averager.forget_residual(reference)
+            else:
+                self.averager.take_residual(reference, p)
+        self.moved = self.averager.keeps_residual and not self._dropped
 
     def _motion(self) -> Motion:
         # Without a copy of Δ: it is where the average is now.
@@ -252,7 +266,7 @@ class Fragment:
             self.update.copy_(state["update"])
 
 
-def _has_values(vector: Tensor) -> bool:
+def has_values(vector: Tensor) -> bool:
     """Whether an element is not zero, NaN included. Ten times as fast as `any()`."""
     return bool(vector.numel()) and any(float(extreme) != 0.0 for extreme in torch.aminmax(vector))
 

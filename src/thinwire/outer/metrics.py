@@ -20,7 +20,7 @@ class LocalMetrics(Metrics):
     """
 
     exchanges: int
-    """Exchanges of fragments. Without fragments, outer steps."""
+    """Exchanges of fragments. Without fragments, outer steps. Those of a `step_compressor` are not counted."""
     dropped_exchanges: int
     """Exchanges that all ranks dropped because the update of some rank was not finite."""
     bytes_sent_per_step: float
@@ -45,6 +45,7 @@ def local_metrics(
     exchanges: Sequence[Metrics],
     motions: Sequence[Motion | None],
     ranks: int,
+    of_steps: Metrics | None = None,
 ) -> LocalMetrics:
     """Add up the metrics of fragments.
 
@@ -54,13 +55,15 @@ def local_metrics(
         exchanges: of each fragment, the metrics of its averager.
         motions: of each fragment, how far this rank and the mean have moved in the last exchange.
         ranks: the number of ranks.
+        of_steps: those of the exchange of every inner step, if there is one.
     """
-    totals: dict[str, Any] = {each.name: sum(getattr(one, each.name) for one in exchanges) for each in fields(Metrics)}
+    every = [*exchanges, *([] if of_steps is None else [of_steps])]
+    totals: dict[str, Any] = {each.name: sum(getattr(one, each.name) for one in every) for each in fields(Metrics)}
     known = [motion for motion in motions if motion is not None]
     own = math.sqrt(sum(motion.own for motion in known)) if known else math.nan
     mean = math.sqrt(sum(motion.mean for motion in known)) if known else math.nan
     dot = sum(motion.own_and_mean for motion in known)
-    exchanged, dropped = totals["steps"], totals["skipped_steps"]
+    exchanged, dropped = sum(one.steps for one in exchanges), totals["skipped_steps"]
     totals |= {
         "steps": steps,
         "skipped_steps": skipped_steps,

@@ -27,6 +27,15 @@ PROFILES: Mapping[str, Mapping[str, Any]] = {
         "clip_to_median": True,
     },
     "muloco": {"compressor": "int4", "outer_lr": 0.7, "outer_momentum": 0.6},
+    "cser": {
+        "compressor": "randomk",
+        "ratio": 0.1,
+        "error_reset": True,
+        "step_compressor": "randomk",
+        "step_options": {"ratio": 0.01},
+        "outer_lr": 1.0,
+        "outer_momentum": 0.0,
+    },
 }
 
 

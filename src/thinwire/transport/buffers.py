@@ -38,6 +38,8 @@ class Payload:
     receive_window: Callable[[int], int] = lambda buckets: buckets
     """How many of so many buckets may be received at the same time. Each needs memory of its own. A sender waits until
     its receiver has memory, so a small window leaves a slow link idle."""
+    leaves_out_zeros: bool = False
+    """Whether a packet whose payload is all zeros is sent without it; see `thinwire.transport.empty`. On lanes only."""
     block_words: int | None = None
     """The words of a block, if shards are cut into `Blocks`: a run is then in a single block, and its last field is
     the number of the block instead of the shard."""
@@ -114,6 +116,7 @@ class PacketBuffers:
         n, shards = layout.workers, layout.workers * layout.slices
         self._word_bytes = payload.word_bytes
         self._blocks = Blocks(layout, payload.block_words)
+        self.leaves_out_zeros = payload.leaves_out_zeros
         self.receive_window = max(1, payload.receive_window(len(geometry)))
         """How many buckets are received at the same time: a bucket must be answered before the packets of the one that
         is so many places later may arrive, in the same memory."""

@@ -11,6 +11,9 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Sequence
+
+from torch import Tensor
 
 from thinwire.errors import CorruptPacket
 from thinwire.kernels.ops import Kernels
@@ -21,10 +24,11 @@ from thinwire.transport.buffers import Frame, PacketBuffers
 from thinwire.transport.channel import Channel
 from thinwire.transport.commit_round import LaneCommitRound
 from thinwire.transport.connections import Connection, Connections
+from thinwire.transport.empty import Shortened
 from thinwire.transport.lane import Lane
 from thinwire.transport.messages import Messages, Pending, complete, waiting_for
 from thinwire.transport.node import LaneNode, Node
-from thinwire.transport.packet import Packet, refused_by
+from thinwire.transport.packet import Header, Packet, refused_by
 from thinwire.transport.transport import Transport
 
 _IDLE_SECONDS, _BUSY_SECONDS, _FINISHING_SECONDS = 0.1, 5.0, 30.0
@@ -52,6 +56,19 @@ class _Endpoint:
         self.sent = [[Packet(row) for row in frame.sent] for frame in buffers.frames]
         self.received = [[Packet(row) for row in frame.received] for frame in buffers.frames]
         self.answers = [[Packet(row) for row in frame.answers] for frame in buffers.frames]
+        shortens = buffers.leaves_out_zeros and connection is not None
+        self.short_sent, self.short_received, self.short_answers = (
+            [[Shortened(row, presence) for row in rows] if shortens else [] for rows, presence in of_buckets]
+            for of_buckets in (
+                [(frame.sent, frame.up_presence) for frame in buffers.frames],
+                [(frame.received, frame.up_presence) for frame in buffers.frames],
+                [(frame.answers, frame.down_presence) for frame in buffers.frames],
+            )
+        )
+        """The same as messages, on channels that leave out zeros; no entries on others."""
+        whole = [(len(self.ranks) - 1) * (frame.sent.shape[1] + frame.answers.shape[1]) for frame in buffers.frames]
+        self.bytes_sent, self.bytes_received = list(whole), list(whole)
+        """Per bucket, in this exchange."""
         self.packets_due: list[Pending] = [[] for _ in buffers.frames]
         self.answers_due: list[Pending] = [[] for _ in buffers.frames]
         self.packets_sent: list[Pending] = [[] for _ in buffers.frames]
@@ -60,6 +77,52 @@ class _Endpoint:
     def expect_packets(self, frame: Frame) -> None:
         """Post the receives for a bucket's packets."""
         self.packets_due[frame.bucket.index] = self.messages.receive(frame.received, frame.up_tag)
+
+    def packets(self, bucket: BucketExchange, header: Header, kernels: Kernels) -> Sequence[Tensor] | Tensor:
+        """What is sent to each owner, given the header with which the packets of a bucket are sealed."""
+        index = bucket.index
+        if not self.short_sent[index]:
+            return bucket.frame.sent
+        rows = [packet.message(header, kernels) for packet in self.short_sent[index]]
+        self.bytes_sent[index] = sum(row.numel() for to, row in enumerate(rows) if to != self.worker)
+        return rows
+
+    def answer(self, bucket: BucketExchange, shard: int, header: Header, kernels: Kernels) -> Tensor:
+        """What is sent to all workers, given the header with which the answer is sealed."""
+        index = bucket.index
+        if not self.short_answers[index]:
+            return bucket.frame.answers[shard]
+        row = self.short_answers[index][shard].message(header, kernels)
+        self.bytes_sent[index] += (len(self.ranks) - 1) * row.numel()
+        return row
+
+    def restore_packets(self, bucket: BucketExchange, kernels: Kernels) -> None:
+        """Make whole packets of what other workers have sent.
+
+        Raises:
+            CorruptPacket: see `Shortened.restore`.
+        """
+        index = bucket.index
+        if self.short_received[index]:
+            self.bytes_received[index] = self._restore(self.short_received[index], bucket, kernels)
+
+    def restore_answers(self, bucket: BucketExchange, kernels: Kernels) -> None:
+        """Make whole packets of the answers of other owners, for the shards of this rank's slice.
+
+        Raises:
+            CorruptPacket: see `Shortened.restore`.
+        """
+        index, own = bucket.index, bucket.frame.bucket.own_shards
+        if self.short_answers[index]:
+            arrived = self.short_answers[index][own.start : own.stop]
+            self.bytes_received[index] += self._restore(arrived, bucket, kernels)
+
+    def _restore(self, arrived: Sequence[Shortened], bucket: BucketExchange, kernels: Kernels) -> int:
+        return sum(
+            packet.restore(bucket.header(packet.row[None], rank), kernels)
+            for worker, (rank, packet) in enumerate(zip(self.ranks, arrived, strict=True))
+            if worker != self.worker
+        )
 
 
 class LaneTransport(Transport):
@@ -127,8 +190,9 @@ class LaneTransport(Transport):
             header = bucket.header(frame.sent, endpoint.rank)
             for to_owner in endpoint.sent[index]:
                 header.seal(to_owner, self._kernels)
+            packets = endpoint.packets(bucket, header, self._kernels)
         with waiting_for("a connection to send packets", bucket.step, index):
-            endpoint.packets_sent[index] = endpoint.messages.send(frame.sent, frame.up_tag)
+            endpoint.packets_sent[index] = endpoint.messages.send(packets, frame.up_tag)
         self._answering.submit(functools.partial(self._answer, endpoint, bucket))
 
     def _answer(self, endpoint: _Endpoint, bucket: BucketExchange) -> None:
@@ -141,6 +205,7 @@ class LaneTransport(Transport):
             frame.received[worker] = frame.sent[worker]
         with self.meter.merge:
             try:
+                endpoint.restore_packets(bucket, self._kernels)
                 for sender, received in zip(endpoint.ranks, endpoint.received[index], strict=True):
                     header = bucket.header(frame.received, sender)
                     bucket.add_flags(sender, header.check(received, self._kernels))
@@ -148,23 +213,29 @@ class LaneTransport(Transport):
                 self._merge_presence(frame, shard)
             except CorruptPacket as error:
                 bucket.refuse(error)
-            bucket.header(frame.answers, endpoint.rank).seal(endpoint.answers[index][shard], self._kernels)
+            header = bucket.header(frame.answers, endpoint.rank)
+            header.seal(endpoint.answers[index][shard], self._kernels)
+            answer = endpoint.answer(bucket, shard, header, self._kernels)
         with waiting_for("a connection to send answers", bucket.step, index):
             for next_frame in buffers.frames[index + buffers.receive_window :][:1]:
                 endpoint.expect_packets(next_frame)
-            endpoint.answers_sent[index] = endpoint.messages.send_to_all(frame.answers[shard], frame.down_tag)
+            endpoint.answers_sent[index] = endpoint.messages.send_to_all(answer, frame.down_tag)
         self._collecting.submit(functools.partial(self._collect, endpoint, bucket))
 
     def _collect(self, endpoint: _Endpoint, bucket: BucketExchange) -> None:
         """Collecting lane: receive and check all answers of a bucket."""
-        frame, index, step = bucket.frame, bucket.index, bucket.step
+        index, step = bucket.index, bucket.step
         with self.meter.answers:
             with waiting_for("answers", step, index):
                 complete(endpoint.answers_due[index])
             with waiting_for("packets to be taken", step, index):
                 complete(endpoint.packets_sent[index])
+        try:
+            endpoint.restore_answers(bucket, self._kernels)
+        except CorruptPacket as refusal:
+            self._refusal = self._refusal or refusal
         if endpoint.messages.connected:
-            self._count(2, (len(endpoint.ranks) - 1) * (frame.sent.shape[1] + frame.answers.shape[1]))
+            self._count(2, endpoint.bytes_sent[index], endpoint.bytes_received[index])
         if endpoint.node is not None:
             endpoint.node.share(bucket)
         try:
@@ -202,7 +273,7 @@ class LaneTransport(Transport):
                 for index, sent in enumerate(endpoint.answers_sent):
                     with waiting_for("answers to be taken", step, index):
                         complete(sent)
-            self._count(1, endpoint.commit_round.bytes_sent)
+            self._count(1, endpoint.commit_round.bytes_sent, endpoint.commit_round.bytes_sent)
         if endpoint.node is not None:
             self._refusal = endpoint.node.commit(step, self._refusal, agreed)
 

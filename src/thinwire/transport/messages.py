@@ -82,7 +82,7 @@ class Messages:
         """Post a receive for the row of every other member."""
         return self._start([(i, rows[i]) for i in self._others], tag, sends=False)
 
-    def send(self, rows: Tensor, tag: int) -> Pending:
+    def send(self, rows: Tensor | Sequence[Tensor], tag: int) -> Pending:
         """Send every other member its row."""
         return self._start([(i, rows[i]) for i in self._others], tag, sends=True)
 

@@ -16,6 +16,7 @@ from thinwire.kernels import header
 from thinwire.kernels.header import ABSENT, CHECKED, CHECKSUM, REFUSED_BY_PEER, Status
 from thinwire.kernels.header import ACTIVATION as ACTIVATION
 from thinwire.kernels.header import DISAGREE as DISAGREE
+from thinwire.kernels.header import EMPTY as EMPTY
 from thinwire.kernels.header import HEADER_BYTES as HEADER_BYTES
 from thinwire.kernels.header import NONFINITE as NONFINITE
 from thinwire.kernels.header import REFUSED as REFUSED

@@ -179,7 +179,8 @@ class StreamTransport(Transport):
         if collectives is not None:
             with waiting_for("answers", step, index):
                 collectives.gather(frame.own_answers)
-            self._count(2, collectives.others * (frame.sent.shape[1] + frame.answers.shape[1]))
+            size = collectives.others * (frame.sent.shape[1] + frame.answers.shape[1])
+            self._count(2, size, size)
         if node is not None:
             node.share(bucket)
         if endpoint.checks:
@@ -196,7 +197,7 @@ class StreamTransport(Transport):
             agreed = 0 if endpoint.local else self.agreed
             if endpoint.commit_round is not None:
                 endpoint.commit_round.run(step, self._refusal, agreed)
-                self._count(1, endpoint.commit_round.bytes_sent)
+                self._count(1, endpoint.commit_round.bytes_sent, endpoint.commit_round.bytes_sent)
             if endpoint.node is not None:
                 endpoint.node.commit(step, self._refusal, agreed)
             slot = self._side.report.copy_to_host()

@@ -159,10 +159,10 @@ class Transport(abc.ABC):
                 mean = node.mean(bucket, part.up_runs) if present & part.presence else None
                 bucket.flags |= bucket.encode_mean(position, part, mean)
 
-    def _count(self, rounds: int, size: int) -> None:
+    def _count(self, rounds: int, sent: int, received: int) -> None:
         self.meter.rounds += rounds
-        self.meter.bytes_sent += size
-        self.meter.bytes_received += size
+        self.meter.bytes_sent += sent
+        self.meter.bytes_received += received
 
     def _merge_presence(self, frame: Frame, shard: int) -> None:
         """Write into the answer which parameters have a gradient on any worker."""

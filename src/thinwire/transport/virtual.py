@@ -250,7 +250,7 @@ class VirtualGroup(PythonProcessGroup):
         if theirs:
             other = theirs.popleft()
             source, into = (other.row, row) if receives else (row, other.row)
-            into.copy_(source)
+            into[: source.numel()].copy_(source)  # a message may be shorter than its receiver has room for
             message.done = other.done = True
         else:
             ours.append(message)

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from thinwire._checks import is_number
 from thinwire.compressors.codecs import Codec, Projection
 from thinwire.compressors.codecs._scratch import Scratch
 from thinwire.compressors.codecs.dense import Floats
@@ -21,7 +22,7 @@ def check_ratio(ratio: float) -> None:
     Raises:
         ValueError: naming the argument.
     """
-    if not 0 < ratio <= 1:
+    if not is_number(ratio) or not 0 < ratio <= 1:
         raise ValueError(f"ratio={ratio!r}: expected a number in (0, 1], the fraction of elements that is sent")
 
 
