@@ -63,7 +63,7 @@ COMPRESSORS = [
     Entry("randomk", {"ratio": 0.2}, lr=0.04),
     Entry("count_sketch", {"cells": 0.5, "ratio": 0.1}, learns=False),
     Entry("laq"),
-    Entry("laq", {"bits": 8, "block": 16, "patience": 0.4, "history": 3}),
+    Entry("laq", {"bits": 8, "block": 16, "patience": 0.4, "history": 3}, learns=False),
     Entry("powersgd", {"rank": 2}),
     Entry("powersgd", {"error_feedback": False}),
     Entry("none"),
