@@ -45,6 +45,11 @@ class OuterAverager(GradientAverager):
     def _exchange_time(self) -> str:
         return "during an outer exchange"
 
+    def continue_from(self, exchanges: int) -> None:
+        """Count the exchanges of averagers that this one replaces, before its first. All ranks have the same number."""
+        self._step_count.fill_(exchanges)
+        self._begin_step()
+
     def agree_on(self, **numbers: float) -> None:
         """Let ranks compare numbers in the exchange that begins, before any of them applies its answer."""
         self.param_groups[0].update(numbers)

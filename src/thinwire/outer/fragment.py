@@ -116,6 +116,11 @@ class Fragment:
         for p, value in zip(self.params, values, strict=True):
             p.copy_(value)
 
+    def exchange_with(self, make: Callable[[Sequence[Tensor]], OuterAverager]) -> None:
+        """Take another averager, which knows other ranks. What the old one has left out of its packets is lost."""
+        self.averager.release()
+        self.averager = make(self.references)
+
     # An exchange -----------------------------------------------------------------------------------------------------
 
     def measure(self) -> float:
@@ -146,7 +151,7 @@ class Fragment:
             if weight != 1.0:
                 update.mul_(weight)
             # A parameter that did not move is not in the packets: signs have no zero.
-            averager.add(reference, update, present=_has_values(update))
+            averager.add(reference, update, present=has_values(update))
         if not self._measured:
             self._own_square = _dot(self.update, self.update)
         self._measured = False
@@ -168,6 +173,10 @@ class Fragment:
             return
         self.averager.finish()
         self._collected, self._dropped = True, self.averager.overflowed
+
+    def abandon(self) -> None:
+        """Forget the exchange under way, which failed. The parameters and their reference values are as before it."""
+        self.due, self._collected, self._measured = None, False, False
 
     def apply(self, mix: float) -> None:
         """Take the outer step, and move the parameters to `mix` times themselves plus `1 - mix` times the reference.
@@ -252,7 +261,7 @@ class Fragment:
             self.update.copy_(state["update"])
 
 
-def _has_values(vector: Tensor) -> bool:
+def has_values(vector: Tensor) -> bool:
     """Whether an element is not zero, NaN included. Ten times as fast as `any()`."""
     return bool(vector.numel()) and any(float(extreme) != 0.0 for extreme in torch.aminmax(vector))
 
