@@ -21,11 +21,12 @@ from torchft.coordination import LighthouseServer
 
 from tests.harness import fork_server, plain
 from thinwire.elastic import ElasticLocalSteps
+from thinwire.errors import PeerLost
 from thinwire.testbed.supervisor import Child, Raised, Returned, Supervisor
 
 SHAPES = ((50, 37), (150,), (29, 150))
 EVERY = 3
-SECONDS = 40.0
+SECONDS = 90.0
 """Within which anything that is waited for must happen."""
 
 
@@ -55,7 +56,8 @@ def moves_of(worker: int, step: int) -> list[Tensor]:
 
 
 def be_worker(channel: Connection, number: int, lighthouse: str, settings: Mapping[str, Any]) -> Any:
-    """Train one interval for each "go". "die in the exchange" ends this process when it has sent a few packets."""
+    """Train one interval for each order. "die in the exchange" ends this process when it has sent a packet; "fail after
+    the exchange" lets it fail here when it is complete on all workers."""
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", category=DeprecationWarning, module="torchft")  # it calls Logger.warn
@@ -71,6 +73,8 @@ def be_worker(channel: Connection, number: int, lighthouse: str, settings: Mappi
         while (order := channel.recv()) != "leave":
             if order == "die in the exchange":
                 die_after_packets(1)
+            if order == "fail after the exchange":
+                fail_once(opt)
             for _ in range(EVERY):
                 for p, move in zip(params, moves_of(number, opt.inner_steps), strict=True):
                     p.grad = move
@@ -91,6 +95,19 @@ def die_after_packets(packets: int) -> None:
         return send(group, tensors, *where)
 
     dist.ProcessGroup.send = deadly_send  # type: ignore[method-assign]
+
+
+def fail_once(opt: ElasticLocalSteps) -> None:
+    """Let the last message of the next exchange get lost: this worker does not know that all others have succeeded."""
+    fragment = opt._fragments[0]
+    collect = fragment.collect
+
+    def failing() -> None:
+        collect()
+        fragment.collect = collect  # type: ignore[method-assign]
+        raise PeerLost("the last message", "lost in a test")
+
+    fragment.collect = failing  # type: ignore[method-assign]
 
 
 class ElasticRun:
@@ -123,8 +140,13 @@ class ElasticRun:
         assert child.outcome is not None
         return child.outcome
 
+    def exit_code(self, number: int) -> int | None:
+        self._wait(lambda: self.workers[number].exit_code is not None, [])
+        return self.workers[number].exit_code
+
     def wait_until_waiting(self, number: int) -> None:
         """Until the Lighthouse knows that a worker waits for a quorum, while the others train."""
+
         def status() -> str:
             with urllib.request.urlopen(f"{self.lighthouse}/status", timeout=SECONDS) as page:
                 return page.read().decode()

@@ -7,6 +7,7 @@ makes a new process group. A worker that is behind the others fetches a state fr
 
 from __future__ import annotations
 
+import logging
 import time
 import urllib.request
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from thinwire.errors import PeerLost
 from thinwire.transport.peers import Peers
 from thinwire.transport.store_peers import StorePeers
 
+_LOG = logging.getLogger(__name__)
 ALONE = Peers(None, 0, 1)
 _MOST_FAILURES = 20
 """So many exchanges may fail in a row: more than workers die at once."""
@@ -131,6 +133,7 @@ class Quorum:
                 found = f"there are {self._manager.num_participants()} for {self._patience:g} seconds"
                 raise PeerLost(stage, found if failed is None else failed.original_exception)
             if failed is not None:
+                _LOG.warning("%s: %s. Asking for another", stage, failed.original_exception)
                 self._manager.should_commit()  # counts the failure, so that the next quorum connects anew
             time.sleep(_SECONDS_BETWEEN_QUORUMS)
 
