@@ -67,7 +67,7 @@ class ElasticLocalSteps:
                 exact.answer_residuals = [a + b for a, b in zip(exact.answer_residuals, mine, strict=True)]
             else:
                 residual = [e + np.float32(n) * a for e, a in zip(residual, answer, strict=True)]
-            exact.residuals[rank] = residual
+            exact.residuals[rank] = list(residual)
         average = exact.exchange([u if w in moves else [None] * len(u) for w, u in zip(members, updates, strict=True)])
         for rank, worker in enumerate(members):
             self.residuals[worker] = exact.residuals[rank]

@@ -438,7 +438,7 @@ class ElasticLocalSteps(LocalSteps):
 
     def _check_shared(self, state: Any, owner: str) -> None:
         theirs = state.get("settings") if isinstance(state, dict) else None
-        if not isinstance(theirs, Mapping) or len(state.get("fragments", ())) != len(self._fragments):
+        if not isinstance(theirs, Mapping):
             raise ValueError(f"the state of a worker is {state!r:.80}: expected what ElasticLocalSteps sends")
         own = {name: repr(value) for name, value in self._settings().items()}
         for setting in dict.fromkeys((*own, *theirs)):
