@@ -92,6 +92,7 @@ class Quorum:
             )
         except (RuntimeError, TimeoutError) as error:
             self._transport.shutdown()
+            self._transport.close()
             raise ConnectionError(
                 f"lighthouse={lighthouse!r} cannot be reached: {error}. Start one, on a host that all workers reach, "
                 "with `torchft_lighthouse --min_replicas 2`, and give its address, or set TORCHFT_LIGHTHOUSE"
