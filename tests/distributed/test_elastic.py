@@ -215,6 +215,7 @@ def test_a_lighthouse_without_enough_workers_is_not_waited_for_longer_than_said(
     [
         ({"lighthouse": "host:29510"}, ValueError, "lighthouse='host:29510': expected the address"),
         ({"lighthouse": None}, ValueError, "TORCHFT_LIGHTHOUSE"),
+        ({"every": [3, 4]}, ValueError, r"every=\[3, 4\]"),
         ({"min_workers": 0}, ValueError, "min_workers=0"),
         ({"timeout": 0.5}, ValueError, r"timeout=0\.5"),
         ({"patience": float("inf")}, ValueError, "patience=inf"),

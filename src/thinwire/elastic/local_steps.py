@@ -81,9 +81,9 @@ class ElasticLocalSteps(LocalSteps):
     workers do not wait for the state that a new one fetches. A state is read without executing it.
 
     Args:
-        inner, every, compressor, outer_lr, outer_momentum, fragments, weighted, residual_decay, bucket_mb,
-            max_consecutive_skips, check_replicas_every: see `thinwire.LocalSteps`. `delay` is not offered: an exchange
-            under way would have to survive its members.
+        inner, every, compressor, outer_lr, outer_momentum, fragments, weighted, clip_to_median, residual_decay,
+            bucket_mb, max_consecutive_skips, check_replicas_every: see `thinwire.LocalSteps`. `every` is the same on
+            all workers. `delay` is not offered: an exchange under way would have to survive its members.
         lighthouse: the address of the Lighthouse, such as "http://host:29510"; None for TORCHFT_LIGHTHOUSE.
         min_workers: exchange only if at least so many workers are alive.
         timeout: the seconds after which a worker that does not answer counts as dead, if its connections stay open.
@@ -113,6 +113,7 @@ class ElasticLocalSteps(LocalSteps):
         outer_momentum: float = 0.9,
         fragments: int = 1,
         weighted: bool = False,
+        clip_to_median: bool = False,
         residual_decay: float = 1.0,
         bucket_mb: float | None = None,
         max_consecutive_skips: int | None = 10,
@@ -125,6 +126,8 @@ class ElasticLocalSteps(LocalSteps):
                     f"{argument}={options[argument]!r}: ElasticLocalSteps has no such argument. Its exchanges end in "
                     "the step() in which they begin, between workers of one process each, whom torchft finds"
                 )
+        if isinstance(every, (list, tuple)):
+            raise ValueError(f"every={every!r}: expected one number, or a function: workers have no fixed ranks")
         if compressor in _UNSUPPORTED:
             raise ValueError(
                 f"compressor={compressor!r}: what it keeps depends on all members of a run, so it cannot go on with "
@@ -149,6 +152,7 @@ class ElasticLocalSteps(LocalSteps):
             outer_momentum=outer_momentum,
             fragments=fragments,
             weighted=weighted,
+            clip_to_median=clip_to_median,
             residual_decay=residual_decay,
             topology="flat",
             bucket_mb=bucket_mb,
@@ -181,8 +185,8 @@ class ElasticLocalSteps(LocalSteps):
         self._unfinished: tuple[int, int, ErrorMemory] | None = None
         """After an exchange that failed here: its fragment, the version that it would have made, and the residuals
         after it. It may have succeeded elsewhere."""
-        self._due: tuple[int, int] | None = None
-        """The fragment whose exchange is under way or must be repeated, and the length of the interval."""
+        self._due: tuple[int, dict[str, int]] | None = None
+        """The fragment whose exchange is under way or must be repeated, and the numbers that all workers have then."""
         self._newcomer = False
         """Whether this worker got its parameters in the interval under way, in which it takes no inner steps."""
         self._taken = False
@@ -244,17 +248,17 @@ class ElasticLocalSteps(LocalSteps):
 
     # An exchange -----------------------------------------------------------------------------------------------------
 
-    def _exchange(self, fragment: int, every: int) -> None:
-        self._exchange_until_done(fragment, every)
+    def _exchange(self, fragment: int, common: Mapping[str, int]) -> None:
+        self._exchange_until_done(fragment, common)
         self._catch_up()
 
-    def _exchange_until_done(self, fragment: int, every: int) -> None:
+    def _exchange_until_done(self, fragment: int, common: Mapping[str, int]) -> None:
         """Exchange a fragment, again if that fails, and begin the next interval. It is not exchanged if others have
         done so already: then this worker has their state."""
-        self._due = (fragment, every)
+        self._due = (fragment, dict(common))
         exchanged = False
         while not exchanged:
-            exchanged = self._attempt(fragment, every)
+            exchanged = self._attempt(fragment, common)
             if exchanged:
                 self._due = None
             if self._meet():
@@ -265,12 +269,12 @@ class ElasticLocalSteps(LocalSteps):
         while self._newcomer:
             self._exchange_until_done(*(self._due or self._next_due()))
 
-    def _next_due(self) -> tuple[int, int]:
-        """Count inner steps up to the next exchange: its fragment, and the length of the interval."""
-        every, fragment = self._schedule.length, self._schedule.advance()
-        while fragment is None:
-            fragment = self._schedule.advance()
-        return fragment, every
+    def _next_due(self) -> tuple[int, dict[str, int]]:
+        """Count inner steps up to the next exchange: its fragment, and the numbers that all workers have then."""
+        while True:
+            fragment, common = self._schedule.advance()
+            if fragment is not None:
+                return fragment, common
 
     def _meet(self) -> bool:
         """Wait for the quorum of the next exchange. Returns whether this worker has got another one's state."""
@@ -282,15 +286,15 @@ class ElasticLocalSteps(LocalSteps):
         self._unfinished = None
         return self._taken
 
-    def _attempt(self, number: int, every: int) -> bool:
+    def _attempt(self, number: int, common: Mapping[str, int]) -> bool:
         """Exchange a fragment, and apply the mean. Returns whether that was possible: otherwise nothing has changed."""
         assert self._quorum is not None, "after join()"
         fragment, memory = self._fragments[number], self._memories[number]
-        work, step = list(self._work), self._schedule.step
+        work = list(self._work)
         try:
             self._bind()
             memory.save(fragment.averager)
-            fragment.start(step, step, every, self._outer_step(), self._weight(number))
+            self._start(number, self._schedule.step, common)
             fragment.collect()
         except (PeerLost, CorruptPacket) as error:
             _LOG.warning(
@@ -397,9 +401,12 @@ class ElasticLocalSteps(LocalSteps):
     def _settings(self) -> dict[str, Any]:
         compressor, options, decay = self._compressor
         described = self._description()
-        for changing in ("the number of inner steps", "the length of the interval", "outer_lr", "outer_momentum"):
-            del described[changing]
-        mine = {name: value for name, value in described.items() if not name.endswith("of the inner optimizer")}
+        changing = (*(f"the number of {name}" for name in self._schedule.common()), "outer_lr", "outer_momentum")
+        mine = {
+            name: value
+            for name, value in described.items()
+            if name not in changing and not name.endswith("of the inner optimizer")
+        }
         return {
             "thinwire's version": __version__,
             **rule_of(compressor, options, decay).settings(),
@@ -480,6 +487,7 @@ class ElasticLocalSteps(LocalSteps):
             self._skipped_steps,
             [*(fragment.averager.metrics() for fragment in self._fragments), *self._past],
             [fragment.motion for fragment in self._fragments],
+            self._peers.size,
         )
 
     @torch.no_grad()
