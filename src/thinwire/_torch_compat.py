@@ -9,6 +9,7 @@ the package metadata allows, and 2.13.0, the release that tests use, both have i
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -170,6 +171,7 @@ def connect_group(
     device: torch.device,
     timeout: timedelta | None,
     description: str,
+    store: dist.Store | None = None,
 ) -> ProcessGroup:
     """Make a process group of some ranks that torch.distributed does not register. All members call it.
 
@@ -179,14 +181,15 @@ def connect_group(
 
     Args:
         name: the same on all members, and never used before.
-        ranks: of the members in the default group.
+        ranks: of the members in the default group, or in the run that has the store.
         own: the position of this rank among them.
         backend: "gloo" or "nccl".
         device: the kind of device that the group serves.
         timeout: how long members wait for each other; None for the backend's default.
         description: stored in the group as `group_desc`.
+        store: in which the members find each other; None for that of the default group.
     """
-    store = PrefixStore(name, _get_default_store())
+    store = PrefixStore(name, store or _get_default_store())
     group = ProcessGroup(store, own, len(ranks))
     if backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()
@@ -441,6 +444,22 @@ def loads_state_by_default(module: nn.Module) -> bool:
         or not type(part)._load_from_state_dict.__module__.startswith("torch.nn.modules.")
         for part in module.modules()
     )
+
+
+# Serialization --------------------------------------------------------------------------------------------------------
+
+
+def load_streamed(stream: Any) -> Any:
+    """Read what torchft has written to a socket with torch's streaming serialization: tensors and plain values only.
+
+    torchft itself lets pickle execute what the stream says. Undocumented; since 2.7.
+    """
+    from torch.distributed._serialization import _streaming_load
+
+    with warnings.catch_warnings():
+        # The tensors are views of what was read, and nothing writes to it.
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        return _streaming_load(stream, weights_only=True)
 
 
 # Imports --------------------------------------------------------------------------------------------------------------

@@ -348,10 +348,14 @@ class LocalSteps(Optimizer):
         if self._step_exchange is not None:
             self._step_exchange.exchange(step)
         if fragment is not None:
-            self._start(fragment, step + self._schedule.delay, common)
-            if not self._schedule.delay:
-                self._fragments[fragment].apply(self._mix, reset_error=self._error_reset)
+            self._exchange(fragment, common)
         return loss
+
+    def _exchange(self, fragment: int, common: Mapping[str, int]) -> None:
+        """Exchange a fragment after the inner step that was just taken."""
+        self._start(fragment, self._schedule.step + self._schedule.delay, common)
+        if not self._schedule.delay:
+            self._fragments[fragment].apply(self._mix, reset_error=self._error_reset)
 
     def _inner_step(self) -> None:
         gradients = [p.grad for p in self._params() if p.grad is not None]

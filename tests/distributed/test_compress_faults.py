@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -54,8 +55,9 @@ def change_a_packet(rank: int, world_size: int) -> list[str]:
     if rank == 1:
         send = Messages.send
 
-        def changed(self: Messages, rows: torch.Tensor, tag: int) -> Pending:
-            rows[:, -20] ^= 8
+        def changed(self: Messages, rows: torch.Tensor | Sequence[torch.Tensor], tag: int) -> Pending:
+            for row in rows:
+                row[-20] ^= 8
             return send(self, rows, tag)
 
         Messages.send = changed

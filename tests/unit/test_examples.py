@@ -7,6 +7,8 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,9 @@ PYTHON = [sys.executable]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
-def run(launcher: list[str], example: str, *arguments: str, cwd: Path, warnings: str = "error") -> str:
+def run(
+    launcher: list[str], example: str, *arguments: str, cwd: Path, warnings: str = "error", more: Mapping[str, str] = {}
+) -> str:
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     env = {
         **os.environ,
@@ -29,6 +33,7 @@ def run(launcher: list[str], example: str, *arguments: str, cwd: Path, warnings:
         "PYTHONWARNINGS": warnings,
         "HF_HUB_OFFLINE": "1",
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        **more,
     }
     process = subprocess.Popen(
         [*launcher, str(EXAMPLES / example), *arguments],
@@ -112,7 +117,7 @@ def test_resume(tmp_path: Path) -> None:
 
 def needs(framework: str) -> pytest.MarkDecorator:
     missing = importlib.util.find_spec(framework) is None
-    return pytest.mark.skipif(missing, reason=f"{framework} is not installed: pip install '.[integrations]'")
+    return pytest.mark.skipif(missing, reason=f"{framework} is not installed: pip install '.[integrations,elastic]'")
 
 
 @needs("lightning")
@@ -147,3 +152,26 @@ def test_accelerated(tmp_path: Path) -> None:
     ends = [re.findall(r"^parameters [0-9a-f]{16}$", output, re.MULTILINE) for output in (straight, resumed)]
     assert len(ends[0]) == 1
     assert ends[0] == ends[1]
+
+
+@needs("torchft")
+def test_elastic(tmp_path: Path) -> None:
+    """Two workers without torchrun, of which one gets the parameters of the other."""
+    from tests.distributed.elastic_workers import lighthouse
+
+    with lighthouse(least=2) as address, ThreadPoolExecutor(2) as workers:
+        environment = {"TORCHFT_LIGHTHOUSE": address}
+        # torchft calls Logger.warn.
+        running = [
+            workers.submit(run, PYTHON, "elastic.py", cwd=tmp_path, warnings="default", more=environment)
+            for _ in range(2)
+        ]
+        outputs = [each.result() for each in running]
+    ends = [re.findall(r"^sum of the parameters: .*$", output, re.MULTILINE) for output in outputs]
+    assert len(ends[0]) == 1
+    assert ends[0] == ends[1]
+    for output in outputs:
+        assert "joined 1 others at step 0" in output
+        losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)  workers 2$", output, re.MULTILINE)]
+        assert len(losses) == 12
+        assert losses[-1] < losses[0] / 2

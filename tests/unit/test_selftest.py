@@ -191,8 +191,8 @@ def smallest_instead_of_largest(rank: int) -> None:
 def bytes_not_counted(rank: int) -> None:
     count = LaneTransport._count
 
-    def half(self: LaneTransport, rounds: int, size: int) -> None:
-        count(self, rounds, size // 2)
+    def half(self: LaneTransport, rounds: int, sent: int, received: int) -> None:
+        count(self, rounds, sent // 2, received // 2)
 
     LaneTransport._count = half
 

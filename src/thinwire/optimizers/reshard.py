@@ -172,13 +172,13 @@ class JoinedState:
             raise ValueError(f"rank {rank} was saved at {_progress(source)}, rank 0 at {self.progress}")
         for name, own in state.own.items():
             if name not in self.values:
-                self.values[name] = torch.zeros(_end(layout), dtype=torch.float64, device=HOST)
-            for of_space, of_state in _ranges(layout):
+                self.values[name] = torch.zeros(end_of(layout), dtype=torch.float64, device=HOST)
+            for of_space, of_state in ranges_of(layout):
                 self.values[name][of_space] += own[of_state].to(HOST).double() / topology.workers
         for name, owned in state.owned.items():
             if name not in self.values:
-                self.values[name] = torch.zeros(_end(layout), dtype=owned.dtype, device=HOST)
-            for of_space, of_state in _ranges(layout, topology.node):
+                self.values[name] = torch.zeros(end_of(layout), dtype=owned.dtype, device=HOST)
+            for of_space, of_state in ranges_of(layout, topology.node):
                 self.values[name][of_space] = owned[of_state]
         for name, layer in state.layers.items():
             # Equal on all ranks, except for flags of local steps: these are set if any worker set them.
@@ -187,7 +187,7 @@ class JoinedState:
             self.anchors.setdefault(position, anchor.clone())
 
     def _add_shared(self, source: WireOptimizer, state: State) -> None:
-        end = _end(source._session.layout)
+        end = end_of(source._session.layout)
         self.progress, self.groups, self.step = _progress(source), source.param_groups, int(source._step_count)
         self.values = {name: whole[:end] for name, whole in state.whole.items()}
         self.words = {name: words[: end // WORD] for name, words in state.words.items()}
@@ -197,14 +197,14 @@ class JoinedState:
 
     def copy_to(self, target: WireOptimizer) -> None:
         """Copy everything into an optimizer in its initial state. Names that it does not have are dropped."""
-        layout, state, end = target._session.layout, target._flat_state, _end(target._session.layout)
+        layout, state, end = target._session.layout, target._flat_state, end_of(target._session.layout)
         target._step_count.fill_(self.step)
         for name, values in self.values.items():
             if name in state.whole:
                 state.whole[name][:end] = values
             for held, owner in ((state.own, None), (state.owned, target._topology.node)):
                 if name in held:
-                    for of_space, of_state in _ranges(layout, owner):
+                    for of_space, of_state in ranges_of(layout, owner):
                         held[name][of_state] = values[of_space]
         for name in state.words.keys() & self.words.keys():
             state.words[name][: end // WORD] = self.words[name]
@@ -223,18 +223,18 @@ def _progress(optimizer: WireOptimizer) -> dict[str, Any]:
     return {"the number of steps taken": int(optimizer._step_count), **optimizer._rule.progress()}
 
 
-def _end(layout: Layout) -> int:
+def end_of(layout: Layout) -> int:
     """The end of the last parameter. The padding after it depends on the layout."""
     return layout.slots[-1].stop if layout.slots else 0
 
 
-def _ranges(layout: Layout, owner: int | None = None) -> Iterator[tuple[slice, slice]]:
+def ranges_of(layout: Layout, owner: int | None = None) -> Iterator[tuple[slice, slice]]:
     """For a rank's slices, or for the shards that worker `owner` owns: their ranges in the flat space, and in a state
     that holds only them."""
     for bucket in layout.buckets:
         held = bucket.own_shards if owner is None else layout.owned_by(owner)
         start = bucket.start + held.start * bucket.shard_elements
-        stop = min(start + len(held) * bucket.shard_elements, _end(layout))
+        stop = min(start + len(held) * bucket.shard_elements, end_of(layout))
         if start < stop:
             shift = bucket.shift_of(held)
             yield slice(start, stop), slice(start - shift, stop - shift)

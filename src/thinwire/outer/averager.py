@@ -66,6 +66,11 @@ class OuterAverager(GradientAverager):
         slot = layout.slots[self.position_of(reference)]
         return layout.own_view(self._flat_state.own["residual"], slot, reference)
 
+    def continue_from(self, exchanges: int) -> None:
+        """Count the exchanges of averagers that this one replaces, before its first. All ranks have the same number."""
+        self._step_count.fill_(exchanges)
+        self._begin_step()
+
     def agree_on(self, **numbers: float) -> None:
         """Let ranks compare numbers in the exchange that begins, before any of them applies its answer."""
         self.param_groups[0].update(numbers)

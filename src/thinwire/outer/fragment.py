@@ -116,6 +116,11 @@ class Fragment:
         for p, value in zip(self.params, values, strict=True):
             p.copy_(value)
 
+    def exchange_with(self, make: Callable[[Sequence[Tensor]], OuterAverager]) -> None:
+        """Take another averager, which knows other ranks. What the old one has left out of its packets is lost."""
+        self.averager.release()
+        self.averager = make(self.references)
+
     # An exchange -----------------------------------------------------------------------------------------------------
 
     def measure(self) -> float:
@@ -168,6 +173,10 @@ class Fragment:
             return
         self.averager.finish()
         self._collected, self._dropped = True, self.averager.overflowed
+
+    def abandon(self) -> None:
+        """Forget the exchange under way, which failed. The parameters and their reference values are as before it."""
+        self.due, self._collected, self._measured = None, False, False
 
     def apply(self, mix: float, *, reset_error: bool = False) -> None:
         """Take the outer step, and move the parameters to `mix` times themselves plus `1 - mix` times the reference.

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Store
 
 from thinwire._torch_compat import backends, connect_group
 from thinwire.transport.memory import HOST
@@ -107,19 +107,26 @@ def abort_group(group: ProcessGroup) -> None:
 
 
 def private_group(
-    ranks: Sequence[int], own: int, name: str, backend: str, device: torch.device, timeout: timedelta | None
+    ranks: Sequence[int],
+    own: int,
+    name: str,
+    backend: str,
+    device: torch.device,
+    timeout: timedelta | None,
+    store: Store | None = None,
 ) -> ProcessGroup:
     """Connect some ranks. All of them call this at the same time.
 
     Args:
-        ranks: the members' ranks in the default group.
+        ranks: the members' ranks in the default group, or in the run that has the store.
         own: the position of this rank among them.
         name: equal on all members, and never used before.
         backend: "gloo" or "nccl".
         device: the kind of device that the group serves.
         timeout: how long members wait for each other; None for the backend's default.
+        store: in which they find each other; None for that of the default group.
     """
-    group = connect_group(f"thinwire/{name}/", ranks, own, backend, device, timeout, DESCRIPTION)
+    group = connect_group(f"thinwire/{name}/", ranks, own, backend, device, timeout, DESCRIPTION, store)
     if backend == "gloo":
         # A member that closes its connections right away must not do so while another still connects.
         group.barrier().wait()

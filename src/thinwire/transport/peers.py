@@ -34,13 +34,15 @@ class Peers:
     size: int
 
     @classmethod
-    def of(cls, process_group: dist.ProcessGroup | None) -> Peers:
-        """The members of `process_group`, or of the default group, or this process alone.
+    def of(cls, process_group: dist.ProcessGroup | Peers | None) -> Peers:
+        """The members of `process_group`, or of the default group, or this process alone. Peers are what they are.
 
         Raises:
             RuntimeError: a launcher has started several processes, but there is no process group.
             ValueError: this rank is not a member of the group.
         """
+        if isinstance(process_group, Peers):
+            return process_group
         virtual: Peers | None = getattr(virtual_worker, "peers", None)
         if virtual is not None and process_group is None:
             return virtual
@@ -156,7 +158,7 @@ class Peers:
         own, backend = members.index(self.rank), backends(self.group)[device.type].name()
 
         def connect() -> dist.ProcessGroup:
-            return private_group(connected, own, name, backend, device, timeout)
+            return private_group(connected, own, name, backend, device, timeout, self._store)
 
         return Connection(self._run(connect, "connections between ranks"))
 
@@ -187,6 +189,11 @@ class Peers:
                 f"process_group has {self.size} of {world.size()} ranks, and init_process_group was given device_id: "
                 "torch then splits groups from the default one, which needs all ranks. Leave device_id out"
             )
+
+    @property
+    def _store(self) -> dist.Store | None:
+        """In which members find each other to connect; None for the store of the default group."""
+        return None
 
     @property
     def _device(self) -> torch.device:
