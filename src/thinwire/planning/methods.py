@@ -212,7 +212,7 @@ def local_steps(every: int) -> Method:
         # The inner step, then how far parameters have moved. The outer step has the traffic of another AdamW step.
         encode=("adamw", "copy", "quantize encode"), apply=("quantize decode", "adamw", "copy"), buckets=8,
         **_QUANTISED, state_bytes=26.0, others=((1 - 1 / every, _LOCAL_STEP),), overlaps=False,
-        note="int4 outer updates of a module that is not in DDP; the loss depends on H and is not in the study",
+        note="int4 outer updates of a module that is not in DDP; the loss depends on H",
     )  # fmt: skip
 
 
