@@ -108,7 +108,7 @@ def test_all_files_are_known() -> None:
         *(("demo", "--out"), ("demo", "--json"), ("bench kernels", "--out"), ("bench exchange", "--out")),
         *(("bench bytes", "--out"), ("bench step", "--json"), ("bench step", "--html"), ("bench step", "--png")),
         *(("chaos", "--json"), ("soak", "--json"), ("selftest", "--json")),
-        *(("plan", "--json"), ("plan", "--html"), ("simulate papers", "--figure")),
+        *(("plan", "--json"), ("plan", "--html"), ("plan", "--report"), ("simulate papers", "--figure")),
     }
 
 

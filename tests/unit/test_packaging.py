@@ -211,7 +211,9 @@ def test_torch_is_the_only_dependency(wheel: Path) -> None:
     metadata = metadata_of(wheel)
     required = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
     assert required == ["torch>=2.6"]
-    assert set(metadata.get_all("Provides-Extra", [])) == {"bench", "cli", "dev", "docs", "gpu", "integrations"}
+    assert set(metadata.get_all("Provides-Extra", [])) == {
+        *("bench", "cli", "dev", "docs", "elastic", "gpu", "integrations")
+    }
     assert metadata["Requires-Python"] == ">=3.10"
 
 
@@ -305,6 +307,7 @@ def test_the_library_imports_torch_and_the_standard_library_only() -> None:
     assert library
     also: dict[tuple[str, ...], set[str]] = {
         ("kernels", "triton"): {"triton"},
+        ("elastic", "quorum.py"): {"torchft"},
         **{("integrations", f"{name}.py"): {name} for name in ("accelerate", "lightning", "transformers")},
     }
     foreign = {
@@ -335,7 +338,7 @@ def test_public_names() -> None:
     errors = ["CorruptCheckpoint", "CorruptPacket", "GradientChanged", "PeerLost", "ReplicasDiffer", "TooManySkips"]
     others = [
         *("Compression", "LocalMetrics", "LocalSteps", "Metrics", "__version__", "attach", "checkpoint", "compress"),
-        *("detach", "plan"),
+        *("MuonAdamW", "SignSGD", "detach", "plan"),
     ]
     assert sorted(thinwire.__all__) == sorted([*others, *optimizers, *errors])
     assert all(hasattr(thinwire, name) for name in thinwire.__all__)

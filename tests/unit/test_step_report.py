@@ -182,7 +182,10 @@ def test_a_run_without_figures_is_a_failure(tmp_path: Path, results: StepResults
 BENCHMARKS = Path(__file__).parents[2] / "docs" / "benchmarks"
 
 
-@pytest.mark.parametrize("file", sorted(BENCHMARKS.glob("*.json")), ids=lambda file: file.stem)
+STEP_FILES = sorted(file for file in BENCHMARKS.glob("*.json") if file.stem != "plan-validation")
+
+
+@pytest.mark.parametrize("file", STEP_FILES, ids=lambda file: file.stem)
 def test_published_files_are_read_and_their_pages_are_up_to_date(file: Path) -> None:
     results = StepResults.from_json(file.read_text(encoding="utf-8"))
     page_of_file = file.with_suffix(".html").read_text(encoding="utf-8")
