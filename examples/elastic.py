@@ -16,7 +16,7 @@ STEPS, EVERY, BATCH = 240, 20, 64
 
 
 def main() -> None:
-    """Train until the run has taken STEPS inner steps, whoever takes part in it."""
+    """Train until the run has taken STEPS inner steps, while workers join and leave."""
     torch.manual_seed(0)
     teacher = nn.Linear(32, 10)
     torch.seed()  # other examples in each worker, and other initial values, which those of the run replace

@@ -36,6 +36,15 @@ _OWN = "thinwire"
 """The entry of a state dict that holds everything but the state of the inner optimizer."""
 _UNSUPPORTED = ("powersgd", "count_sketch")
 """Compressors whose state is more than residuals."""
+_REFUSED = {
+    ("delay", "mix", "process_group", "topology", "mesh", "node_dtype"): (
+        "Its exchanges end in the step() in which they begin, between workers of one process each, whom torchft finds"
+    ),
+    ("error_reset", "step_compressor", "step_options"): (
+        "With error reset, what messages leave out stays in the parameters of a worker, and would end with it"
+    ),
+}
+"""Arguments of `LocalSteps` that make no sense here, and why."""
 _EPOCHS = 1 << 24
 """Versions count exchanges, and quorums below that."""
 
@@ -50,7 +59,7 @@ class ElasticLocalSteps(LocalSteps):
         opt = thinwire.elastic.ElasticLocalSteps(inner, every=30, compressor="int4")
         opt.join()                                                   # a late worker gets the others' parameters here
         ...
-        loss.backward(); opt.step(); opt.zero_grad()                 # every 30th step exchanges with whoever is alive
+        loss.backward(); opt.step(); opt.zero_grad()                 # every 30th step exchanges with all living workers
 
     Each worker is one process, started in any way, with the address of torchft's Lighthouse in TORCHFT_LIGHTHOUSE::
 
@@ -120,18 +129,12 @@ class ElasticLocalSteps(LocalSteps):
         check_replicas_every: int = 10,
         **options: Any,
     ) -> None:
-        for argument in ("delay", "mix", "process_group", "topology", "mesh", "node_dtype"):
-            if argument in options:
-                raise TypeError(
-                    f"{argument}={options[argument]!r}: ElasticLocalSteps has no such argument. Its exchanges end in "
-                    "the step() in which they begin, between workers of one process each, whom torchft finds"
-                )
-        for argument in ("error_reset", "step_compressor", "step_options"):
-            if argument in options:
-                raise TypeError(
-                    f"{argument}={options[argument]!r}: ElasticLocalSteps has no such argument. With error reset, what "
-                    "messages leave out stays in the parameters of a worker, and would end with it"
-                )
+        for arguments, reason in _REFUSED.items():
+            for argument in arguments:
+                if argument in options:
+                    raise TypeError(
+                        f"{argument}={options[argument]!r}: ElasticLocalSteps has no such argument. {reason}"
+                    )
         if isinstance(every, (list, tuple)):
             raise ValueError(f"every={every!r}: expected one number, or a function: workers have no fixed ranks")
         if compressor in _UNSUPPORTED:
@@ -181,7 +184,7 @@ class ElasticLocalSteps(LocalSteps):
         self._given_outer = (float(outer_lr), float(outer_momentum))
         self._exchange_with(ALONE)
         self._bound: Peers | None = None
-        """The members with whom the averagers exchange; None if they must be made anew."""
+        """The members with whom the averagers exchange; None if new averagers are needed."""
         self._memories = [ErrorMemory() for _ in range(fragments)]
         self._exchanges = [0] * fragments
         """Of each fragment, the number of exchanges of the run."""

@@ -28,7 +28,7 @@ class ErrorMemory:
     """The residuals of one worker for one fragment, as they were before an exchange.
 
     With n workers, parameters are still to receive the mean of the workers' residuals e_i, and the residual ē of the
-    owner of each shard. A worker keeps its e_i whoever the others are. Which shards it owns depends on their number,
+    owner of each shard. A worker keeps its e_i when the members change. Which shards it owns depends on their number,
     and ē may not get lost with the ownership. So if rank or number have changed, a worker adds n·ē to its own residual,
     with the new n: it then enters the next mean with the weight that it had. Nothing has to be sent for this.
 

@@ -100,7 +100,7 @@ class Quorum:
 
     @property
     def members(self) -> Peers:
-        """Those of the last quorum. The same object, as long as there is no need to connect anew."""
+        """Those of the last quorum. The same object until new connections are needed."""
         return self._group.members
 
     @property
@@ -135,7 +135,7 @@ class Quorum:
                 raise PeerLost(stage, found if failed is None else failed.original_exception)
             if failed is not None:
                 _LOG.warning("%s: %s. Asking for another", stage, failed.original_exception)
-                self._manager.should_commit()  # counts the failure, so that the next quorum connects anew
+                self._manager.should_commit()  # counts the failure, so that the next quorum makes new connections
             time.sleep(_SECONDS_BETWEEN_QUORUMS)
 
     def commit(self) -> None:
@@ -148,7 +148,7 @@ class Quorum:
             raise RuntimeError("torchft's Manager does not commit an exchange in which nothing failed")
 
     def fail(self, error: Exception) -> None:
-        """Take this worker's part in an exchange as failed. The next quorum connects anew.
+        """Take this worker's part in an exchange as failed. The next quorum makes new connections.
 
         Raises:
             RuntimeError: too many exchanges have failed in a row.
