@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 import weakref
 
@@ -215,6 +217,21 @@ def test_submitted_tasks_run_even_if_the_lane_is_dropped() -> None:
     go.set()
     thread.join(SOON)
     assert done == list(range(5))
+
+
+def test_a_program_does_not_end_before_the_tasks_of_a_lane_that_was_dropped() -> None:
+    program = """if True:
+        import time
+        from thinwire.transport.lane import Lane
+
+        def task():
+            time.sleep(0.3)
+            print("done", flush=True)
+
+        Lane(threaded=True).submit(task)  # and nothing holds the lane
+    """
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "done\n", "")
 
 
 def test_lanes_are_independent_of_each_other() -> None:

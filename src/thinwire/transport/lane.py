@@ -6,6 +6,7 @@ that pass buckets to each other keep the order. While they wait for the network 
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 import weakref
@@ -17,6 +18,7 @@ from thinwire.errors import CorruptPacket, GradientChanged, PeerLost
 Task = Callable[[], None]
 
 _POLL_SECONDS = 1.0
+_EXIT_SECONDS = 5.0
 
 
 class Failure:
@@ -82,9 +84,9 @@ class Lane:
             # The thread holds no reference to the lane, and none to its failure for long, whose traceback refers to the
             # owner of the lane. So the owner can be collected, and the thread ends.
             arguments = (self._tasks, weakref.ref(self._failure))
-            self._thread = threading.Thread(target=_run_tasks, args=arguments, name="thinwire-lane", daemon=True)
+            self._thread = _LaneThread(target=_run_tasks, args=arguments, name="thinwire-lane", daemon=True)
             self._thread.start()
-            finalizer = weakref.finalize(self, self._tasks.put, None)
+            finalizer = weakref.finalize(self, _dismiss, self._thread, self._tasks)
             # Not at the exit of the interpreter: a thread that wakes up then, with no one joining it, races with the
             # teardown of Python. CPython unwinds the C++ frames of threads that lose the race: std::terminate.
             finalizer.atexit = False
@@ -136,6 +138,25 @@ class Lane:
             self._tasks.put(None)
         self._thread.join(seconds)
         return not self._thread.is_alive()
+
+
+class _LaneThread(threading.Thread):
+    dismissed = False
+    """Its lane has been collected: nobody else will join it."""
+
+
+def _dismiss(thread: _LaneThread, tasks: queue.SimpleQueue[Task | threading.Event | None]) -> None:
+    thread.dismissed = True
+    tasks.put(None)
+
+
+@atexit.register
+def _join_dismissed() -> None:
+    # The exception that ends a program may have held the last reference to a lane. Its thread then runs its last tasks
+    # while Python exits, and would lose the race that `Lane` describes.
+    for thread in threading.enumerate():
+        if isinstance(thread, _LaneThread) and thread.dismissed:
+            thread.join(_EXIT_SECONDS)
 
 
 def _run_tasks(tasks: queue.SimpleQueue[Task | threading.Event | None], failure_of_lane: weakref.ref[Failure]) -> None:
