@@ -243,8 +243,8 @@ def test_one_host_slower_than_the_others() -> None:
 
 @pytest.mark.usefixtures("available")
 def test_a_cable_is_pulled_and_plugged_in_again() -> None:
-    size = 4_000_000
-    with Testbed(2, rate="100mbit") as testbed, paired(testbed) as pair:
+    size = 4_000_000  # 3.3 s of this link: a busy machine has time to pull the cable before all is sent
+    with Testbed(2, rate="10mbit") as testbed, paired(testbed) as pair:
         pair.begin(size)
         assert eventually(lambda: testbed.bytes_sent()[1] > 500_000)
         began = time.perf_counter()
