@@ -151,6 +151,27 @@ def test_other_ranks_continue(ranks_a_node: int, after: tuple[tuple[int, ...], .
     assert outcomes[0]["before"] != outcomes[0]["after"]
 
 
+@pytest.mark.parametrize("how", ["average", "reset"])
+@pytest.mark.parametrize(("ranks_a_node", "after"), [(1, TWO), (2, PAIRS)], ids=["4 to 2", "4 to 2x2"])
+def test_lazy_senders_continue_with_other_ranks(
+    ranks_a_node: int, after: tuple[tuple[int, ...], ...], how: str, tmp_path: Path
+) -> None:
+    """Owners still know the mean of what they know of each worker."""
+    case = CASES["sgd, laq"]
+    saved = run_ranks(save, 4, case, tmp_path)
+    outcomes = run_ranks(in_nodes, sum(map(len, after)), ranks_a_node, load, case, tmp_path, {"on_mismatch": how})
+    old = saved_states(saved, FLAT)
+    new = saved_states([outcome["loaded"] for outcome in outcomes], after)
+    of_all = old.of_workers("known").mean(0)
+    assert of_all.any()
+    np.testing.assert_allclose(old.of_owners("mean"), of_all, rtol=1e-4, atol=1e-6)
+    for known in new.of_workers("known"):
+        np.testing.assert_allclose(known, of_all * (how == "average"), rtol=1e-6, atol=1e-30)
+    np.testing.assert_allclose(new.of_owners("mean"), old.of_owners("mean") * (how == "average"), rtol=1e-6, atol=1e-30)
+    assert len({(outcome["before"], outcome["after"]) for outcome in outcomes}) == 1
+    assert outcomes[0]["before"] != outcomes[0]["after"]
+
+
 def same_state(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     assert ours["param_groups"] == theirs["param_groups"]
     assert ours["state"].keys() == theirs["state"].keys()

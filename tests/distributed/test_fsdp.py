@@ -163,7 +163,7 @@ def digest_of(rank: int, world_size: int, run: FsdpRun, replicas: int) -> str:
 
 
 @pytest.mark.parametrize(
-    "names", [("powersgd", "topk"), pytest.param(NAMES, marks=pytest.mark.long)], ids=["two", "all"]
+    "names", [("powersgd", "topk", "laq"), pytest.param(NAMES, marks=pytest.mark.long)], ids=["three", "all"]
 )
 def test_replicas_are_equal_with_other_compressors(names: Sequence[str]) -> None:
     cases = {name: replace(PLAIN, compressor=name) for name in names}
