@@ -219,3 +219,42 @@ def test_the_numbers_of_the_readme_are_those_of_the_benchmark() -> None:
         for row in figures:
             assert words.ratio(row["speed_up"]).removesuffix("×") in line
             assert f"({words.seconds(row['step']['median'])})" in line
+
+
+QUOTED = {
+    "### Keep your optimizer: `thinwire.compress`": ("lm-7m-4x1-compress", ("100mbit", "1gbit"), "speed_up"),
+    "### Local steps, on slower links": ("lm-7m-4x1-slow-links", ("10mbit", "20mbit", "100mbit"), "to_limit"),
+    "### A larger model": ("lm-50m-4x1", ("100mbit", "1gbit"), "speed_up"),
+}
+"""By heading, the run that a table quotes, its columns, and what they say."""
+
+
+def quoted_rows(text: str, stored: Path, rates: tuple[str, ...], figure: str) -> int:
+    """Check the rows of a table whose first column names a method; their number."""
+    rows = {(row["rate"], row["method"]): row for row in json.loads(stored.read_text(encoding="utf-8"))["rows"]}
+    lines = [line.split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    for first, *cells in lines:
+        method = first.strip("| `")
+        measured = [rows[rate, method] for rate in rates]
+        expected = [
+            f"{words.ratio(row[figure]).removesuffix('×')} ({words.seconds(row['step']['median'])})" for row in measured
+        ]
+        assert cells[-1 - len(rates) : -1] == expected, method
+        assert cells[-1] == words.byte_count(measured[-1]["bytes_sent"]) + " |", method
+    return len(lines)
+
+
+@pytest.mark.parametrize("heading", QUOTED)
+def test_tables_of_the_benchmarks_quote_their_runs(heading: str) -> None:
+    run, rates, figure = QUOTED[heading]
+    text = (ROOT / "docs" / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    section = text.split(heading + "\n")[1].split("\n#")[0]
+    assert f"({run}.html)" in section
+    assert quoted_rows(section, ROOT / "docs" / "benchmarks" / f"{run}.json", rates, figure) >= 6
+
+
+def test_the_table_of_compressed_averages_quotes_its_run() -> None:
+    text = (ROOT / "docs" / "compress.md").read_text(encoding="utf-8")
+    section = text.split("## Speed and quality\n")[1].split("\n#")[0]
+    stored = ROOT / "docs" / "benchmarks" / "lm-7m-4x1-compress.json"
+    assert quoted_rows(section, stored, ("100mbit", "1gbit"), "speed_up") == 7
