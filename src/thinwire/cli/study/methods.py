@@ -158,10 +158,21 @@ def _in_local_steps(entry: LocalRun) -> Method:
     )
 
 
+def _at_its_own_rate(method: Method) -> Method:
+    """The same with a learning rate that it searches."""
+    name, title = f"{method.name}-own-rate", f"{method.title}, own rate"
+    return replace(method, name=name, title=title, searches_rate=True, by_default=False)
+
+
 _ADAM = ((0.9, 0.95), (0.8, 0.95), (0.9, 0.99))
 _SGDM = ((0.9,), (0.8,), (0.95,))
 _LION = ((0.9, 0.99), (0.95, 0.98), (0.8, 0.95))
 _ADAMW = Method("adamw", "AdamW", 5e-3, _ADAM, _plain(MeanAdamW, fused=True), more_betas=((0.7, 0.95),), in_ddp=False)
+
+_COMPRESSED = (
+    *(_averaged(entry) for entry in AVERAGINGS.values() if entry.studied),
+    *(_registered(entry, entry.search) for entry in OPTIMIZERS.values() if entry.search is not None),
+)
 
 METHODS = {
     method.name: method
@@ -170,8 +181,9 @@ METHODS = {
         Method(
             "sgdm", "SGDM", 0.2, ((0.9,), (0.8,), (0.95,)), _sgdm, decays=(1e-3, 0.0), only="pictures", in_ddp=False
         ),
-        *(_averaged(entry) for entry in AVERAGINGS.values() if entry.studied),
-        *(_registered(entry, entry.search) for entry in OPTIMIZERS.values() if entry.search is not None),
+        *_COMPRESSED,
+        # A delay may need a lower rate, so its cost is known at both.
+        *(_at_its_own_rate(method) for method in _COMPRESSED if method.fixed.get("delay")),
         Method("lion", "Distributed Lion", 5e-4, _LION, _plain(DistributedLion), in_ddp=False),
         Method(
             "demo",
