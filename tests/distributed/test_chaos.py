@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import os
 import subprocess
@@ -21,6 +23,7 @@ from thinwire.cli.app import app
 from thinwire.cli.chaos import faults, injection, run
 from thinwire.cli.chaos.episodes import Net, episodes
 from thinwire.cli.chaos.results import CRASH, DIVERGENCE, FALSE_ALARM, HANG, LOST, WRONG_ERROR, ChaosResults
+from thinwire.cli.chaos.subjects import subjects
 from thinwire.cli.registry import offered
 from thinwire.testbed import Testbed, TestbedUnavailable
 from thinwire.testbed.forkserver import ForkServer
@@ -51,7 +54,7 @@ def test_every_kind_of_fault_on_real_ranks(tmp_path: Path) -> None:
     assert len(report["faults_by_kind"]) >= len(faults.FAULTS) - 1
     assert report["restarts"] >= 4
     assert all(2.5 < f["noticed_after"] < 8 for f in report["faults"] if f["kind"] in ("cut", "freeze for good"))
-    assert [ending["contender"] for ending in report["endings"]][:2] == ["birder", "onebit-adam"]
+    assert [ending["contender"] for ending in report["endings"]][:2] == ["birder", "compress-int4"]
     assert all(ending["skipped"] > 0 for ending in report["endings"])
     assert list(tmp_path.glob("thinwire*")) == []
 
@@ -113,18 +116,43 @@ def test_what_must_not_happen_is_noticed(
     assert json.loads(report.to_json())["wrongs_by_kind"][what] == len(told)
 
 
+def test_a_second_call_continues_with_the_next_episode(
+    actors: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = [replace(episode, steps=60) for episode in itertools.islice(episodes(0, 2), 3)]
+    monkeypatch.setattr(run, "FAULTS", {"kill": faults.FAULTS["kill"]})
+    monkeypatch.setattr(run, "episodes", lambda *_: iter(drawn))
+    monkeypatch.setattr(run, "_MOST_FAULTS", 1)
+    (tmp_path / "part").write_text("sound")
+    written = tmp_path / "chaos.json"
+    ChaosResults(seed=0, hosts=2, timeout=1.0).write(written)
+    for wanted in (1, 3, 3):
+        report = ChaosResults.from_json(written.read_text())
+        limits = run.Limits(time.monotonic() + 60, wanted)
+        with Testbed(2) as testbed:
+            store = functools.partial(report.write, written)
+            run.ChaosRun(testbed, actors, tmp_path, report, limits, print, train=act, on_episode=store).run()
+        found = ChaosResults.from_json(written.read_text())
+        assert found == report
+        assert found.wrongs == []
+        assert [ending.episode for ending in found.endings] == list(range(wanted))
+        assert [fault.episode for fault in found.faults] == list(range(wanted))
+
+
 # The rest -------------------------------------------------------------------------------------------------------------
 
 
 def test_episodes_depend_on_the_seed_only() -> None:
-    names = set(offered("chaos"))
+    names = set(subjects())
+    assert set(offered("chaos")) < names
     for hosts in (2, 4):
         first, again = (episodes(5, hosts) for _ in range(2))
         drawn = [next(first) for _ in range(3 * len(names))]
         assert drawn == [next(again) for _ in drawn]
-        assert {episode.optimizer_name for episode in drawn} == names
-        in_nodes = {episode.optimizer_name for episode in drawn if episode.ranks_a_node == 2}
-        assert in_nodes == (names if hosts == 4 else set())
+        assert {episode.subject_name for episode in drawn} == names
+        in_nodes = {episode.subject_name for episode in drawn if episode.ranks_a_node == 2}
+        able = {name for name, subject in subjects().items() if subject.runs_in_nodes}
+        assert in_nodes == (able if hosts == 4 else set())
     assert next(episodes(5, 4)) != next(episodes(6, 4))
 
 
@@ -144,9 +172,14 @@ def test_some_gradients_are_not_finite() -> None:
         (["--hosts", "255"], "hosts must be 1 to 254, got 255"),
         (["--faults", "0"], "'--faults'"),
         (["--json", "/no/such/folder/x.json"], "there is no writable folder"),
+        (["--json", "{other}", "--seed", "1"], "has results with --seed 7, not 1: give the same, or another file"),
+        (["--json", "{none}"], "it has no results of thinwire chaos that could go on"),
     ],
 )
-def test_bad_arguments(arguments: list[str], message: str) -> None:
+def test_bad_arguments(arguments: list[str], message: str, tmp_path: Path) -> None:
+    (tmp_path / "other").write_text(ChaosResults(seed=7, hosts=4, timeout=5.0).to_json())
+    (tmp_path / "none").write_text('{"seed": 7}')
+    arguments = [word.format(other=tmp_path / "other", none=tmp_path / "none") for word in arguments]
     result = CliRunner().invoke(app, ["chaos", *arguments], env={"COLUMNS": "200", "NO_COLOR": "1"})
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())

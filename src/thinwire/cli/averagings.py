@@ -1,8 +1,8 @@
 """The compressors of `thinwire.compress` that the commands offer, for AdamW as it is.
 
 One table for demo, soak, the benchmarks and study, next to that of the optimizers: adding a compressor to all of them
-is one entry of `AVERAGINGS`. Chaos and selftest leave them out: they read the state and the counters of an optimizer
-after every step, and DDP is part of an averaging.
+is one entry of `AVERAGINGS`. Chaos has a table of its own (`chaos/subjects.py`). Selftest leaves them out: it reads the
+state of an optimizer after every step, and DDP is part of an averaging.
 """
 
 from __future__ import annotations

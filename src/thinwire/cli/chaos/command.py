@@ -31,46 +31,80 @@ def chaos(
     hosts: Annotated[int, integer(2, "Hosts, with one rank each.")] = 4,
     faults: Annotated[int | None, integer(1, "Inject at most this many faults.")] = None,
     timeout: Annotated[float, number(1, 3600, "Of the process groups, in seconds.")] = 5.0,
-    json: Annotated[Path | None, output_file("Write all faults and results to this file.")] = None,
+    json: Annotated[
+        Path | None,
+        output_file("Write all faults and results to this file, after every episode; continue what it has."),
+    ] = None,
 ) -> None:
     """Kill, freeze, cut off, slow down and corrupt ranks that train, and compare with a run without faults, to the bit.
 
-    All optimizers take turns, each on a testbed of network namespaces (Linux, root, ip and tc), restarted from its last
-    checkpoint after every fault that must end it. Ends with exit code 1 if any rank hung, failed without need or by the
-    wrong error, or has other bits than without faults.
+    All optimizers, compressors of thinwire.compress and local steps take turns, each on a testbed of network namespaces
+    (Linux, root, ip and tc), restarted from its last checkpoint after every fault that must end it. Ends with exit code
+    1 if any rank hung, failed without need or by the wrong error, or has other bits than without faults.
+
+    With --json a run can be interrupted: the same command continues after the last episode in the file, until --faults
+    are done. --minutes is for each call.
     """
     console = Console()
     try:
         testbed = Testbed(hosts)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="'--hosts'") from None
-    report = ChaosResults(seed, hosts, timeout)
+    report = _results(json, seed, hosts, timeout)
     unfinished = ""
     try:
         with testbed, _folder() as folder, ForkServer(PRELOAD) as server:
             server.wait()
-            began = time.monotonic()
+            began, before = time.monotonic(), report.seconds
             limits = Limits(began + 60 * minutes, faults)
 
             def say(news: str) -> None:
                 console.print(news, markup=False, highlight=False, soft_wrap=True)
 
+            def store() -> None:
+                report.seconds = before + time.monotonic() - began
+                if json is not None:
+                    report.write(json)
+
+            def store_episode() -> None:
+                # A pipe takes the results once, in the end.
+                if json is not None and (json.is_file() or not json.exists()):
+                    store()
+
             try:
-                ChaosRun(testbed, server, folder, report, limits, say).run()
+                ChaosRun(testbed, server, folder, report, limits, say, on_episode=store_episode).run()
             except UnfinishedError as error:
                 unfinished = str(error)
-            report.seconds = time.monotonic() - began
+            store()
     except TestbedUnavailable as error:
         typer.echo(f"thinwire chaos: {error}", err=True)
         raise typer.Exit(2) from None
     report.print(console)
     if json is not None:
-        report.write(json)
         console.print(f"Wrote {json}", markup=False, emoji=False, highlight=False, soft_wrap=True)
     if unfinished:
         typer.echo(f"thinwire chaos: {unfinished}", err=True)
     if unfinished or report.wrongs:
         raise typer.Exit(1)
+
+
+def _results(path: Path | None, seed: int, hosts: int, timeout: float) -> ChaosResults:
+    """Those in the file, to go on with; new ones if there are none."""
+    new = ChaosResults(seed, hosts, timeout)
+    if path is None or not path.is_file() or not path.stat().st_size:
+        return new
+    try:
+        found = ChaosResults.from_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise typer.BadParameter(f"cannot go on with {str(path)!r}: {error}", param_hint="'--json'") from None
+    for name in ("seed", "hosts", "timeout"):
+        if getattr(found, name) != getattr(new, name):
+            raise typer.BadParameter(
+                f"{str(path)!r} has results with --{name} {getattr(found, name)}, not {getattr(new, name)}: "
+                "give the same, or another file",
+                param_hint="'--json'",
+            )
+    return found
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What is trained: episodes, each with one optimizer, a small model, and data that depend on nothing but numbers."""
+"""What is trained: episodes, each with one subject, a small model, and data that depend on nothing but numbers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from thinwire.cli.registry import OPTIMIZERS, offered
-from thinwire.optimizers.optimizer import WireOptimizer
-
-_LR = 1e-3
-_REPLICA_CHECK = 7
-"""Steps between checks of the replicas: often, and seldom together with a checkpoint."""
+from thinwire.cli.chaos.subjects import Subject, subjects
 
 _TOKENS, _CLASSES, _BATCH = 60, 40, 4
 _NOT_FINITE = (float("nan"), float("inf"), -float("inf"))
@@ -27,7 +22,7 @@ class Episode:
     """A run that is to end with the same bits, whatever happens to it."""
 
     number: int
-    optimizer_name: str
+    subject_name: str
     ranks: int
     ranks_a_node: int
     """More than one: hierarchical."""
@@ -40,32 +35,25 @@ class Episode:
     def label(self) -> str:
         """For people to read."""
         nodes = "" if self.ranks_a_node == 1 else f", {self.ranks // self.ranks_a_node} x {self.ranks_a_node}"
-        return f"{self.optimizer_name}{nodes}"
+        return f"{self.subject_name}{nodes}"
 
     @property
-    def has_local_steps(self) -> bool:
-        """Whether nodes take steps of which others know nothing."""
-        return OPTIMIZERS[self.optimizer_name].stages.has_local_steps
+    def subject(self) -> Subject:
+        """What trains."""
+        return subjects()[self.subject_name]
 
     def model(self) -> Net:
         """The same on every rank."""
         torch.manual_seed(self.seed)
         return Net()
 
-    def optimizer(self, model: nn.Module) -> WireOptimizer:
-        """Of all parameters of a model."""
-        entry = OPTIMIZERS[self.optimizer_name]
-        # All stages come long before the last step, however often the run restarts.
-        settings = {"lr": _LR, **entry.options, **entry.stages.fifty_steps}
-        every = {"bucket_mb": self.bucket_mb, "check_replicas_every": _REPLICA_CHECK}
-        return entry.build(model.parameters(), {**settings, **every})
-
     def batch(self, rank: int, step: int) -> Batch:
         """What a rank learns from in a step."""
         draw = torch.Generator().manual_seed(self._number(rank, step))
         tokens = torch.randint(0, _TOKENS, (_BATCH,), generator=draw)
         targets = torch.randint(0, _CLASSES, (_BATCH,), generator=draw)
-        return Batch(tokens, targets, detour=bool(torch.randint(0, 3, (), generator=draw) == 0))
+        detour = bool(torch.randint(0, 3, (), generator=draw) == 0)
+        return Batch(tokens, targets, detour=detour or self.subject.uses_all)
 
     def poison(self, rank: int, step: int) -> tuple[str, float] | None:
         """The parameter whose gradient is not finite on this rank in this step, and what it is instead."""
@@ -114,20 +102,20 @@ class Net(nn.Module):
 
 
 def episodes(seed: int, ranks: int) -> Iterator[Episode]:
-    """All optimizers in turn, without end; each runs in nodes in one of three cycles, if the ranks allow it."""
+    """All subjects in turn, without end; each runs in nodes in one of three cycles, if it and the ranks allow it."""
     number = 0
     for cycle in itertools.count():
-        for position, name in enumerate(offered("chaos")):
+        for position, (name, subject) in enumerate(subjects().items()):
             draw = random.Random(f"{seed} {number}")
             in_nodes = ranks >= 4 and ranks % 2 == 0 and (position + cycle) % 3 == 2
             yield Episode(
                 number=number,
-                optimizer_name=name,
+                subject_name=name,
                 ranks=ranks,
-                ranks_a_node=2 if in_nodes else 1,
+                ranks_a_node=2 if in_nodes and subject.runs_in_nodes else 1,
                 bucket_mb=draw.choice((0.01, 0.02, 0.05)),
-                steps=draw.randint(50, 90),
-                save_every=draw.randint(4, 9),
+                steps=draw.randint(50, 90) * subject.pace,
+                save_every=draw.randint(4, 9) * subject.pace,
                 seed=draw.randrange(1 << 32),
             )
             number += 1

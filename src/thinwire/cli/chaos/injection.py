@@ -93,7 +93,7 @@ class Injection:
         In a step that a node takes by itself the packet is the node's alone, and others only lose their peers.
         """
         episode = self.ranks[0].config.episode
-        size = episode.ranks_a_node if episode.has_local_steps and episode.ranks_a_node > 1 else episode.ranks
+        size = episode.ranks_a_node if episode.subject.has_local_steps and episode.ranks_a_node > 1 else episode.ranks
         parties = [self.ranks[first : first + size] for first in range(0, episode.ranks, size)]
         self.expect_end(self.ranks, errors=("CorruptPacket", "PeerLost"))
         hit = next((party for party in parties if any(map(_had_corruption, party))), parties[0])

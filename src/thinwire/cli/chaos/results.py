@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -84,9 +84,12 @@ class Ending:
     digest: str
 
 
+_RECORDS: dict[str, type] = {"faults": Fault, "wrongs": Wrong, "endings": Ending}
+
+
 @dataclass
 class ChaosResults:
-    """All of a run."""
+    """All of a run, of one call or of several that write to the same file."""
 
     seed: int
     hosts: int
@@ -97,9 +100,11 @@ class ChaosResults:
     restart_seconds: list[float] = field(default_factory=list)
     """Each from the forks to the first step of the slowest rank."""
     seconds: float = 0.0
+    episodes: int = 0
+    """Those that are over, ended or given up: the next call goes on with the one after them."""
 
     def to_json(self) -> str:
-        """Everything, for programs."""
+        """Everything, for programs; a fault is a line."""
         found = Counter(wrong.what for wrong in self.wrongs)
         summary: dict[str, Any] = {
             "thinwire": thinwire.__version__,
@@ -110,7 +115,26 @@ class ChaosResults:
             "worst_seconds_to_end": _worst(fault.ended_after for fault in self.faults),
             "restarts": self.restarts,
         }
-        return json.dumps({**summary, **asdict(self)}, indent=1) + "\n"
+        entries = {name: json.dumps(value) for name, value in {**summary, **asdict(self)}.items()}
+        for name in _RECORDS:
+            lines = ",\n  ".join(json.dumps(asdict(record)) for record in getattr(self, name))
+            entries[name] = f"[\n  {lines}\n ]" if lines else "[]"
+        return "{\n" + ",\n".join(f" {json.dumps(name)}: {value}" for name, value in entries.items()) + "\n}\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> ChaosResults:
+        """What `to_json` was made of.
+
+        Raises:
+            ValueError: if it is something else.
+        """
+        try:
+            saved = json.loads(text)
+            given = {each.name: saved[each.name] for each in fields(cls)}
+            records = {name: [kind(**entry) for entry in given[name]] for name, kind in _RECORDS.items()}
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"it has no results of thinwire chaos that could go on: {error!r}") from None
+        return cls(**{**given, **records})
 
     @property
     def restarts(self) -> int:
@@ -142,8 +166,13 @@ class ChaosResults:
         )
 
     def write(self, path: Path) -> None:
-        """Write everything to a file."""
-        path.write_text(self.to_json(), encoding="utf-8")
+        """Write everything to a file, which is whole at any time, or to a pipe."""
+        if path.exists() and not path.is_file():
+            path.write_text(self.to_json(), encoding="utf-8")
+            return
+        written = path.with_name(f"{path.name}.new")
+        written.write_text(self.to_json(), encoding="utf-8")
+        written.replace(path)
 
 
 def _cells(faults: Sequence[Fault]) -> list[str]:

@@ -57,6 +57,7 @@ class ChaosRun:
         limits: when it is enough.
         on_news: gets a line about everything that happens.
         train: what each rank runs.
+        on_episode: called after each episode, when the report has it.
     """
 
     def __init__(
@@ -68,25 +69,31 @@ class ChaosRun:
         limits: Limits,
         on_news: Callable[[str], None],
         train: Callable[[Connection, RankConfig], None] = main,
+        on_episode: Callable[[], None] = lambda: None,
     ) -> None:
         self._testbed, self._server, self._folder, self._train = testbed, server, folder, train
-        self._report, self._limits, self._say = report, limits, on_news
-        self._random = random.Random(report.seed)
+        self._report, self._limits, self._say, self._on_episode = report, limits, on_news, on_episode
+        # Another call with the same report does not begin with the same faults again.
+        self._random = random.Random(f"{report.seed} {report.episodes}")
         self._kinds = self._drawn()
         self._put_off: list[str] = []
         self._attempts = 0
 
     def run(self) -> None:
-        """Episode after episode.
+        """Episode after episode, from the first that the report does not have.
 
         Raises:
             UnfinishedError: when a run without faults does not come to its end.
         """
         for episode in episodes(self._report.seed, self._report.hosts):
-            self._play(episode, self._reference(episode))
-            self._remove("checkpoints")
+            if episode.number < self._report.episodes:
+                continue
             if self._enough():
                 return
+            self._play(episode, self._reference(episode))
+            self._remove("checkpoints")
+            self._report.episodes = episode.number + 1
+            self._on_episode()
 
     def _enough(self, most_faults: int | None = None) -> bool:
         faults = len(self._report.faults)
@@ -146,8 +153,9 @@ class ChaosRun:
             injection.wait(self._random.uniform(*_PAUSE_SECONDS_AT_START))
             self._inflict(injection)
             return False
-        if not self._injection(episode, attempt, NO_FAULT).expect_progress():
-            return False
+        for _ in range(episode.subject.settling_steps):
+            if not self._injection(episode, attempt, NO_FAULT).expect_progress():
+                return False
         self._report.restart_seconds.append(time.monotonic() - began)
         while not self._enough(most_faults):
             kind = self._next_kind(at_start=False)

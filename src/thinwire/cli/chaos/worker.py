@@ -22,9 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
-import thinwire
 from thinwire import checkpoint
 from thinwire.cli.chaos.episodes import Episode
 
@@ -109,7 +107,7 @@ def main(channel: Connection, config: RankConfig) -> None:
             stage=stage,
             types=[kind.__name__ for kind in type(error).__mro__],
             message=str(error)[:_LONGEST_MESSAGE],
-            digest="" if run is None else run.digest(),
+            digest="" if run is None else run.digest_if_untouched(),
         )
         raise
     finally:
@@ -118,47 +116,70 @@ def main(channel: Connection, config: RankConfig) -> None:
 
 
 class _Run:
-    """A model and its optimizer, from the last checkpoint to the last step."""
+    """A model and what trains it, from the last checkpoint to the last step."""
 
     def __init__(self, config: RankConfig, channel: Connection) -> None:
         self._config, self._episode, self._channel = config, config.episode, channel
         self._net = self._episode.model()
-        self._model = DistributedDataParallel(self._net)
-        self._optimizer = self._episode.optimizer(self._net)
-        thinwire.attach(self._model, self._optimizer)
+        self._trained = trained = self._episode.subject.prepare(self._net, self._episode.bucket_mb)
         self._poison: tuple[str, float] | None = None
+        self._digest = ""
+        self._agreed: str | None = None
+        """The digest of what all ranks agree on; None at the end, when it may change in parts."""
         for name, parameter in self._net.named_parameters():
             parameter.register_hook(self._poisoner(name))
-        restored = checkpoint.load(config.checkpoints, self._model, self._optimizer)
+        restored = checkpoint.load(
+            config.checkpoints, trained.model, trained.optimizer, compression=trained.compression
+        )
         self._step = 0 if restored is None else restored.step
         self._skipped = 0 if restored is None else restored.extra["skipped"]
-        report(channel, "ready", step=self._step, digest=self.digest())
+        self._take_down()
+        report(channel, "ready", step=self._step, digest=self._digest)
 
-    def digest(self) -> str:
-        """Of all parameters."""
+    def _take_down(self) -> None:
+        """What the parameters are after a step."""
+        self._digest, self._agreed = self._now(), self._agreed_now()
+
+    def digest_if_untouched(self) -> str:
+        """Of all parameters after the last step, if what only exchanges change is as it was then; otherwise of all
+        parameters now. In local steps a rank has moved its own parameters when the exchange of the step fails."""
+        return self._digest if self._agreed in (None, self._agreed_now()) else self._now()
+
+    def _now(self) -> str:
         return digest(self._net.parameters())
+
+    def _agreed_now(self) -> str:
+        with self._trained.agreed():
+            return self._now()
 
     def train(self) -> None:
         """Take all steps that are left."""
-        episode, rank = self._episode, self._config.rank
+        episode, rank, trained = self._episode, self._config.rank, self._trained
         while self._step < episode.steps:
             step = self._step + 1
             if self._channel.poll():
                 _corrupt_a_packet(random.Random(self._channel.recv()), self._channel)
             self._poison = episode.poison(rank, step)
-            skipped = self._optimizer.metrics().skipped_steps
-            self._model(episode.batch(rank, step)).backward()
-            self._optimizer.step()
-            self._optimizer.zero_grad()
-            self._skipped += self._optimizer.metrics().skipped_steps - skipped
+            trained.model(episode.batch(rank, step)).backward()
+            self._skipped += trained.step()
+            trained.optimizer.zero_grad()
             self._step = step
-            report(self._channel, "step", step=step, digest=self.digest())
+            self._take_down()
+            report(self._channel, "step", step=step, digest=self._digest)
             if step % episode.save_every == 0:
                 extra = {"skipped": self._skipped}
-                checkpoint.save(self._config.checkpoints, self._model, self._optimizer, step, extra=extra)
+                checkpoint.save(
+                    self._config.checkpoints,
+                    trained.model,
+                    trained.optimizer,
+                    step,
+                    extra=extra,
+                    compression=trained.compression,
+                )
                 report(self._channel, "saved", step=step)
-        self._optimizer.synchronize()
-        report(self._channel, "done", digest=self.digest(), skipped=self._skipped)
+        self._agreed = None  # the last exchange may be of several parts, of which some succeed
+        trained.finish()
+        report(self._channel, "done", digest=self._now(), skipped=self._skipped)
 
     def _poisoner(self, name: str) -> Callable[[Tensor], Tensor]:
         def poison(gradient: Tensor) -> Tensor:
