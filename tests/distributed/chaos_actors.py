@@ -44,7 +44,11 @@ class Actor:
     def train(self) -> None:
         restored = int(self.checkpoint.read_text()) if self.checkpoint.exists() else 0
         first = 0 if self.part == "forgets" else restored
-        report(self.channel, "ready", step=first, digest=self.digest(first, restored))
+        if first:
+            digest = "other" if self.part == "diverges" and self.config.rank == 1 else self.saved_digest(first)
+        else:
+            digest = self.digest(first, restored)
+        report(self.channel, "ready", step=first, digest=digest)
         for step in range(first + 1, self.config.episode.steps + 1):
             time.sleep(STEP_SECONDS)
             self.wait_for_the_others(step)
@@ -54,7 +58,7 @@ class Actor:
                     written = self.on_stage / "checkpoint"
                     written.write_text(str(step))
                     written.replace(self.checkpoint)
-                report(self.channel, "saved", step=step)
+                report(self.channel, "saved", step=step, digest=self.saved_digest(step))
         skipped = 7 if self.part == "miscounts" and self.disturbed else 3
         report(self.channel, "done", digest="end", skipped=skipped)
         with suppress(EOFError):
@@ -65,6 +69,10 @@ class Actor:
     def digest(self, step: int, restored: int) -> str:
         diverges = self.part == "diverges" and restored > 0 and self.config.rank == 1
         return f"{'other' if diverges else 'same'} {step}"
+
+    def saved_digest(self, step: int) -> str:
+        """As of an optimizer whose ranks are made equal when they save."""
+        return f"saved {step}"
 
     def wait_for_the_others(self, step: int) -> None:
         """Nobody is more than a step ahead; the time stamp of a file says how far its rank is."""

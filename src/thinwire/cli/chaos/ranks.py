@@ -51,6 +51,8 @@ class Rank:
     """The step that it continues from; None while it starts."""
     digests: dict[int, str] = field(default_factory=dict)
     """Of the parameters after each step."""
+    saved_digests: dict[int, str] = field(default_factory=dict)
+    """Of the parameters in each checkpoint, which local steps before it have made equal."""
     saved: int = 0
     """The step of its last checkpoint."""
     corrupted: str = ""
@@ -140,6 +142,7 @@ class Rank:
                 self.digests[details["step"]] = details["digest"]
             case "saved":
                 self.saved = details["step"]
+                self.saved_digests[details["step"]] = details["digest"]
             case "corrupted":
                 self.corrupted = "twice" if details["twice"] else "once"
             case "done":

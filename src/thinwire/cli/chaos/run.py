@@ -255,7 +255,10 @@ class ChaosRun:
         """Whether every rank had the bits of the run without faults after every step, and after loading."""
         equal = True
         for rank, unharmed in zip(ranks, reference, strict=True):
-            wrong = [step for step, digest in rank.digests.items() if digest != unharmed.digests.get(step, digest)]
+            expected = dict(unharmed.digests)
+            if rank.restored:
+                expected[rank.restored] = unharmed.saved_digests.get(rank.restored, "never saved")
+            wrong = [step for step, digest in rank.digests.items() if digest != expected.get(step, digest)]
             if wrong:
                 equal = False
                 at = "when it had loaded" if wrong[0] == rank.restored else "from"

@@ -176,7 +176,7 @@ class _Run:
                     extra=extra,
                     compression=trained.compression,
                 )
-                report(self._channel, "saved", step=step)
+                report(self._channel, "saved", step=step, digest=self._now())
         self._agreed = None  # the last exchange may be of several parts, of which some succeed
         trained.finish()
         report(self._channel, "done", digest=self._now(), skipped=self._skipped)
