@@ -384,8 +384,13 @@ class LocalSteps(Optimizer):
             raise ValueError(f"work={work!r}: expected a number of tokens or examples, an integer of at least 0")
         self._work = [before + work for before in self._work]
 
-    def _weight(self, fragment: int) -> float:
+    def _weight(self, fragment: int, *, between: bool) -> float:
         """The weight of this rank's update in an exchange that begins. All ranks call it.
+
+        Args:
+            fragment: what is exchanged.
+            between: whether `synchronize()` asks for it. The fragment may have been exchanged after the last step, so
+                that no work has been counted since: all ranks then weigh the same.
 
         Raises:
             RuntimeError: on every rank, if none of them has counted any work.
@@ -395,15 +400,17 @@ class LocalSteps(Optimizer):
         own, self._work[fragment] = self._work[fragment], 0
         of_ranks = self._peers.gather_integer(own, "the work of all ranks", self._schedule.step)
         if not any(of_ranks):
+            if between:
+                return 1.0
             raise RuntimeError(
                 "weighted=True, but no rank has counted work since the last exchange: call count(tokens) for each batch"
             )
         return len(of_ranks) * own / sum(of_ranks)
 
-    def _start(self, number: int, due: int, common: Mapping[str, int]) -> None:
-        """Begin the exchange of a fragment. All ranks call it."""
+    def _start(self, number: int, due: int, common: Mapping[str, int], *, between: bool = False) -> None:
+        """Begin the exchange of a fragment. All ranks call it. For `between` see `_weight`."""
         fragment, outer = self._fragments[number], self._outer_step()
-        weight = self._weight(number)
+        weight = self._weight(number, between=between)
         if self._clip_to_median:
             weight *= self._clipping(fragment)
         fragment.start(due, common, outer, weight)
@@ -578,7 +585,7 @@ class LocalSteps(Optimizer):
                     fragment.apply(self._mix)
             common = self._schedule.common()
             for number, fragment in enumerate(self._fragments):
-                self._start(number, self._schedule.step, common)
+                self._start(number, self._schedule.step, common, between=True)
                 fragment.apply(0.0)
             self._schedule.restart()
         if model is not None:

@@ -404,6 +404,22 @@ def check_synchronize(rank: int, world_size: int) -> None:
         opt.close()
 
 
+def check_synchronize_after_a_fragment(rank: int, world_size: int) -> None:
+    """A fragment that was exchanged after the last step has no work since, and workers weigh the same there."""
+    params = new_params()
+    opt = thinwire.LocalSteps(Given(params), every=4, fragments=2, weighted=True, compressor="none")
+    for step in range(2):
+        opt.count(1 + rank)
+        take_step(opt, params, rank, step)
+    assert [fragment.moved for fragment in opt._fragments] == [False, True]
+    opt.synchronize()
+    assert equal_everywhere(params)
+    take_step(opt, params, rank, 2)
+    with pytest.raises(RuntimeError, match="no rank has counted work"):  # it is still an error of a step
+        take_step(opt, params, rank, 3)
+    opt.close()
+
+
 def check_checkpoint(rank: int, world_size: int, folder: str) -> None:
     settings: dict[str, Any] = {"every": 4, "fragments": 2, "delay": 1, "mix": 0.5}
     model = net()
@@ -450,6 +466,7 @@ def all_laws(rank: int, world_size: int, folder: str) -> None:
     check_nonfinite(rank, world_size)
     check_torch_habits(rank, world_size)
     check_synchronize(rank, world_size)
+    check_synchronize_after_a_fragment(rank, world_size)
     check_checkpoint(rank, world_size, f"{folder}/checkpoints")
 
 
