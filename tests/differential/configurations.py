@@ -145,7 +145,7 @@ def configuration(seed: int, number: int) -> Configuration:
     subject = draw.choice(NAMES)
     inner = draw.choice(("AdamW", "SGD", "SignSGD"))
     if kind == "compress":
-        options = {**_of_compressor(draw, subject), **wire, "residual_decay": draw.choice((1.0, 1.0, 0.9))}
+        options = {**_of_compressor(draw, subject), **wire, "residual_decay": _decay(draw, subject)}
         if subject != "powersgd" and draw.random() < 0.2:
             options["delay"] = 1
             # DDP gives zeros to a parameter that only other ranks use now, which a loop without DDP cannot know.
@@ -329,6 +329,11 @@ def _of_compressor(draw: Draw, name: str) -> Options:
     raise KeyError(f"no options are drawn for the compressor {name!r}")
 
 
+def _decay(draw: Draw, name: str) -> float:
+    # LAQ keeps no residuals.
+    return 1.0 if name == "laq" else draw.choice((1.0, 1.0, 0.9))
+
+
 _RESETS = ("int4", "topk", "randomk")
 """Some compressors with error feedback, which an error reset needs."""
 
@@ -349,7 +354,7 @@ def _of_local_steps(draw: Draw, subject: str, wire: Options, model: Model) -> Op
         return {**options, "error_reset": True, "topology": "flat", **steps}
     options |= {
         "fragments": fragments,
-        "residual_decay": draw.choice((1.0, 0.9)),
+        "residual_decay": _decay(draw, subject),
         "weighted": draw.random() < 0.3,
         "clip_to_median": draw.random() < 0.3,
     }
