@@ -17,6 +17,8 @@ ATTACHED, ALONE, REFERENCE, VIRTUAL = "attached", "alone", "reference", "virtual
 WAYS = (ATTACHED, ALONE, REFERENCE, VIRTUAL)
 GRIDS = {"1": (1, 1), "2": (2, 1), "3": (3, 1), "4": (4, 1), "2x2": (4, 2)}
 """Ranks, and ranks a node."""
+_SHARES = (2, 4, 2, 1, 2)
+"""How often each is drawn: every rank costs the same."""
 _BUCKETS = (0.002, 0.005, 0.02, None)
 """In MB: 524 elements, 1,310, 5,242, and one bucket for all."""
 
@@ -106,11 +108,11 @@ class Configuration:
 def configuration(seed: int, number: int) -> Configuration:
     """The configuration of some number."""
     draw = random.Random(f"{seed}/{number}")
-    grid = draw.choice(list(GRIDS))
+    grid = draw.choices(list(GRIDS), _SHARES)[0]
     # As many of each optimizer as of each three compressors or so.
     kind = draw.choices(("optimizer", "compress", "local"), weights=(5, 3, 2))[0]
     ranks, ranks_a_node = GRIDS[grid]
-    steps = draw.randint(3, 7)
+    steps = draw.randint(3, 6)
     model = _model(draw)
     two_groups = draw.random() < 0.2
     common: dict[str, Any] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import math
@@ -112,9 +113,14 @@ def _environment(configuration: Configuration, way: str) -> dict[str, str]:
     settings = {"LOCAL_WORLD_SIZE": str(GRIDS[configuration.grid][1])}
     if way == REFERENCE:
         settings["THINWIRE_KERNELS"] = "reference"
-    elif way == ATTACHED and configuration.isa in instruction_sets():
+    elif way == ATTACHED and configuration.isa in _instruction_sets():
         settings["THINWIRE_ISA"] = configuration.isa
     return settings
+
+
+@functools.cache
+def _instruction_sets() -> list[str]:
+    return instruction_sets()
 
 
 class _Run:
