@@ -8,5 +8,6 @@ with a right checksum and any contents go through whole optimizers, whose kernel
 
 An input is made from the seed, the target's name and its number, so that any of them can be made again. Inputs run in a
 process of their own: one that ends it, or keeps it busy for too long, is found by its number and written to a file, as
-is one that raises what it should not. `python -m tests.fuzz --replay FILE` runs it again.
+is one that raises what it should not. `python -m tests.fuzz --replay FILE` runs it again. With `--results FILE` the
+counts are written as they come, and a second call continues where the first was interrupted.
 """

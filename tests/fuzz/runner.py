@@ -89,21 +89,28 @@ class Account:
         """How many there were."""
         return self.outcomes.total() + len(self.findings)
 
+    def add(self, other: Account) -> None:
+        """Take in what became of further inputs."""
+        self.outcomes += other.outcomes
+        self.findings += other.findings
+        self.seconds += other.seconds
+
 
 def input_of(target: Target, seed: int, number: int) -> bytes:
     """The input of some number."""
     return target.make(random.Random(f"{seed}/{target.name}/{number}"))
 
 
-def run_inputs(target: Callable[[], Target], seed: int, inputs: int, hang_seconds: float = HANG_SECONDS) -> Account:
-    """Run so many inputs of a target, which is made in the process that runs them.
+def run_inputs(
+    target: Callable[[], Target], seed: int, inputs: int, hang_seconds: float = HANG_SECONDS, *, first: int = 0
+) -> Account:
+    """Run so many inputs of a target, which is made in the process that runs them, but for those before `first`.
 
     `target` must be cheap to make: this process makes one too, to write down inputs that ended the other.
     """
     began = time.monotonic()
     maker = target()
     account = Account(maker.name, Counter(), [])
-    first = 0
     while first < inputs and len(account.findings) < MOST_FINDINGS:
         first = _run_from(first, maker, target, seed, inputs, hang_seconds, account)
     account.seconds = time.monotonic() - began

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import mmap
 import os
 import random
@@ -17,6 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.fuzz import __main__ as command
 from tests.fuzz.__main__ import main
 from tests.fuzz.memory import Fences
 from tests.fuzz.packets import Packets, crc32c
@@ -38,6 +40,22 @@ def test_every_input_has_an_expected_outcome(inputs: int, seed: int, tmp_path: P
     assert f"{inputs:,} inputs" in done.stdout
     for outcome in ("refused: checksum", "taken", "refused: CorruptCheckpoint, an accident", "a forgery that is data"):
         assert outcome in done.stdout, f"--seed {seed}\n{done.stdout}"
+
+
+def test_a_second_call_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "CHUNK", 40)
+    results = tmp_path / "results.json"
+    arguments = ["--seed", "2", "--only", "packets", "--results", str(results)]
+    assert main([*arguments, "--inputs", "60"]) == 0
+    first = json.loads(results.read_text())
+    assert main([*arguments, "--inputs", "100"]) == 0
+    second = json.loads(results.read_text())
+    whole = run_inputs(Packets, 2, 100)
+    assert (first["targets"]["packets"]["inputs"], second["targets"]["packets"]["inputs"]) == (60, 100)
+    assert second["targets"]["packets"]["outcomes"] == dict(whole.outcomes)
+    assert second["targets"]["packets"]["seconds"] >= first["targets"]["packets"]["seconds"]
+    with pytest.raises(SystemExit, match="has results of --seed 2, not 3"):
+        main([*arguments, "--seed", "3"])
 
 
 @settings(deadline=None, max_examples=100)
