@@ -35,8 +35,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--perturb", choices=WAYS, default="", help="flip a bit in this way, which must be noticed")
     options = parser.parse_args(arguments)
     path: Path | None = options.results
-    # DDP warns on stderr, from C++, of parameters that are used after all.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     console = Console(soft_wrap=True)
     seed = random.SystemRandom().randrange(_LARGEST_SEED) if options.seed is None else options.seed
     numbers = range(options.configurations) if options.only is None else [options.only]
@@ -111,4 +109,6 @@ def summary(results: Sequence[dict[str, Any]]) -> Table:
 
 
 if __name__ == "__main__":
+    # DDP warns on stderr, from C++, of parameters that are used after all.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     sys.exit(main())

@@ -75,7 +75,7 @@ class _Group:
     """The processes of one grid, or the one of virtual workers."""
 
     def __init__(self, name: str, size: int) -> None:
-        self._supervisor = Supervisor(fork_server("tests.differential.runs"), grace=0.0)
+        self._supervisor = Supervisor(fork_server(), grace=0.0)
         self._supervisor.__enter__()
         store = str(self._supervisor.folder / "store")
         self._ranks = [

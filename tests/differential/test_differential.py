@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
+from tests.differential.__main__ import main
 from tests.differential.configurations import GRIDS, WAYS, configuration
+from tests.differential.pool import Pool
 from thinwire.averaging.catalogue import NAMES
 from thinwire.cli.registry import OPTIMIZERS
 
@@ -19,52 +23,68 @@ ROOT = Path(__file__).parents[2]
 CONFIGURATIONS = 50
 
 
-def run(*options: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tests.differential", *map(str, options)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170, check=False)
+def lines(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_all_ways_give_the_same_bits() -> None:
+@pytest.mark.timeout(600)  # on a machine that is busy with other tests; it computes for half a minute
+def test_all_ways_give_the_same_bits(capsys: pytest.CaptureFixture[str]) -> None:
     seed = random.SystemRandom().randrange(1 << 32)
+    code = main(["--configurations", str(CONFIGURATIONS), "--seed", str(seed)])
+    told = capsys.readouterr().out
     print(f"--seed {seed}")
-    done = run("--configurations", CONFIGURATIONS, "--seed", seed)
-    assert done.returncode == 0, f"--seed {seed}\n{done.stdout}{done.stderr}"
-    assert f"{CONFIGURATIONS} configurations, 0 of them failed" in done.stdout
+    assert code == 0, f"--seed {seed}\n{told}"
+    assert f"{CONFIGURATIONS} configurations, 0 of them failed" in told
 
 
-def test_a_single_bit_is_noticed_and_its_command_repeats_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_a_single_bit_is_noticed(way: str, tmp_path: Path) -> None:
     results = tmp_path / "results.jsonl"
-    for way in WAYS:
-        done = run("--configurations", 3, "--seed", 5, "--perturb", way, "--results", results)
-        assert done.returncode == 1, done.stdout + done.stderr
-        lines = [json.loads(line) for line in results.read_text().splitlines()]
-        assert [line["number"] for line in lines] == [0, 1, 2]
+    assert main(["--configurations", "3", "--seed", "5", "--perturb", way, "--results", str(results)]) == 1
+    drawn = [configuration(5, number) for number in range(3)]
+    assert [line["number"] for line in lines(results)] == [0, 1, 2]
+    for line, each in zip(lines(results), drawn, strict=True):
         # Local steps have no DDP.
-        wrong = [line for line in lines if way in configuration(5, line["number"]).ways]
-        assert wrong
-        assert all(f"{way}" in line["wrong"] and "after step 1" in line["wrong"] for line in wrong)
-        command = re.findall(r"python -m tests\.differential (.*)", done.stdout)[0]
-        again = run(*shlex.split(command))
-        assert again.returncode == 1
-        assert wrong[0]["wrong"] in again.stdout
-        results.unlink()
+        assert bool(line["wrong"]) == (way in each.ways)
+        assert not line["wrong"] or (way in str(line["wrong"]) and "after step 1" in str(line["wrong"]))
 
 
-def test_a_second_call_continues(tmp_path: Path) -> None:
+def test_the_command_of_a_failure_repeats_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--configurations", "1", "--seed", "5", "--perturb", "virtual"]) == 1
+    told = capsys.readouterr().out
+    (found,) = re.findall(r"^.* have other .*$", told, re.MULTILINE)
+    (command,) = re.findall(r"^python (-m tests\.differential .*)$", told, re.MULTILINE)
+    again = subprocess.run(
+        [sys.executable, *shlex.split(command)], cwd=ROOT, capture_output=True, text=True, timeout=170, check=False
+    )
+    assert again.returncode == 1
+    assert found in again.stdout
+
+
+def test_what_ranks_raise_is_told_and_new_ones_take_their_place() -> None:
+    fine = next(each for each in (configuration(5, number) for number in range(100)) if each.grid == "2")
+    with Pool() as pool:
+        assert pool.check(fine) == ""
+        assert "Error" in pool.check(replace(fine, subject="no such thing"))
+        assert pool.check(fine) == ""
+
+
+def test_a_second_call_continues(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results = tmp_path / "results.jsonl"
-    assert run("--configurations", 2, "--seed", 3, "--results", results).returncode == 0
+    arguments = ["--results", str(results), "--configurations"]
+    assert main([*arguments, "2", "--seed", "3"]) == 0
     whole = results.read_text()
     # As if it had been killed while it wrote a third line.
     results.write_text(whole + '{"seed": 3, "num')
-    done = run("--configurations", 3, "--seed", 3, "--results", results)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "3 configurations, 0 of them failed" in done.stdout
-    assert "1 configurations in" in done.stdout
+    capsys.readouterr()
+    assert main([*arguments, "3", "--seed", "3"]) == 0
+    told = capsys.readouterr().out
+    assert "3 configurations, 0 of them failed" in told
+    assert "1 configurations in" in told
     assert results.read_text().startswith(whole)
-    assert [json.loads(line)["number"] for line in results.read_text().splitlines()] == [0, 1, 2]
-    other = run("--configurations", 1, "--seed", 4, "--results", results)
-    assert other.returncode == 1
-    assert "has results of --seed 3, not 4" in other.stderr
+    assert [line["number"] for line in lines(results)] == [0, 1, 2]
+    with pytest.raises(SystemExit, match="has results of --seed 3, not 4"):
+        main([*arguments, "3", "--seed", "4"])
 
 
 def test_everything_is_drawn() -> None:
@@ -74,4 +94,3 @@ def test_everything_is_drawn() -> None:
     assert {each.subject for each in drawn if each.kind == "optimizer"} == set(OPTIMIZERS)
     for kind in ("compress", "local"):
         assert {each.subject for each in drawn if each.kind == kind} == set(NAMES)
-    assert os.environ.get("THINWIRE_KERNELS") is None, "the ways choose their kernels themselves"
