@@ -40,7 +40,7 @@ def available() -> None:
 @pytest.mark.timeout(400)
 def test_every_kind_of_fault_on_real_ranks(tmp_path: Path) -> None:
     written = tmp_path / "chaos.json"
-    limits = ["--minutes", "3", "--faults", str(len(faults.FAULTS) + 1), "--timeout", "3"]
+    limits = ["--minutes", "5", "--faults", str(len(faults.FAULTS) + 1), "--timeout", "3"]
     process = subprocess.run(
         [sys.executable, SCRIPT, "chaos", *limits, "--seed", "1", "--json", written],
         capture_output=True,
