@@ -12,10 +12,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from thinwire.cli.chaos.elastic import ElasticPlan, run_elastic
 from thinwire.cli.chaos.results import ChaosResults
 from thinwire.cli.chaos.run import ChaosRun, Limits, UnfinishedError
-from thinwire.cli.options import LARGEST_SEED, integer, number, output_file
-from thinwire.testbed import Testbed, TestbedUnavailable
+from thinwire.cli.options import LARGEST_SEED, checked_by, integer, number, output_file
+from thinwire.testbed import Testbed, TestbedUnavailable, parse_rate
 from thinwire.testbed.forkserver import ForkServer
 from thinwire.testbed.signals import signals_deferred
 
@@ -30,7 +31,16 @@ def chaos(
     ] = 0,
     hosts: Annotated[int, integer(2, "Hosts, with one rank each.")] = 4,
     faults: Annotated[int | None, integer(1, "Inject at most this many faults.")] = None,
-    timeout: Annotated[float, number(1, 3600, "Of the process groups, in seconds.")] = 5.0,
+    timeout: Annotated[
+        float | None,
+        number(1, 3600, "Of the process groups, in seconds.", show_default="5; with --elastic 60"),
+    ] = None,
+    elastic: Annotated[
+        bool, typer.Option("--elastic", help="Kill workers of an elastic run instead, while the others go on.")
+    ] = False,
+    every: Annotated[float, number(1, 3600, "With --elastic: seconds between two kills.")] = 30.0,
+    rejoin: Annotated[float, number(0, 3600, "With --elastic: seconds until a killed worker starts again.")] = 10.0,
+    rate: Annotated[str, checked_by(parse_rate, "With --elastic: what a link carries.")] = "100mbit",
     json: Annotated[
         Path | None,
         output_file("Write all faults and results to this file, after every episode; continue what it has."),
@@ -44,13 +54,19 @@ def chaos(
 
     With --json a run can be interrupted: the same command continues after the last episode in the file, until --faults
     are done. --minutes is for each call.
+
+    With --elastic the workers are those of `thinwire.elastic`. One after another is killed and starts again. Ends with
+    exit code 1 if workers that live ever differ in a bit, or one rejoins too late.
     """
+    if elastic:
+        run_elastic(ElasticPlan(hosts, minutes, every, rejoin, rate, timeout or 60.0, faults, seed), json)
+        return
     console = Console()
     try:
         testbed = Testbed(hosts)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="'--hosts'") from None
-    report = _results(json, seed, hosts, timeout)
+    report = _results(json, seed, hosts, timeout or 5.0)
     unfinished = ""
     try:
         with testbed, _folder() as folder, ForkServer(PRELOAD) as server:
