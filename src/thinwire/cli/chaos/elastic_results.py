@@ -313,12 +313,8 @@ class ElasticResults:
                 "outer_steps": [
                     [
                         *(step.number, round(step.at - self.began, 3), step.steps, round(step.exchanging, 3)),
-                        *(
-                            round(step.starved, 3),
-                            step.workers,
-                            step.digest,
-                            None if step.loss != step.loss else round(step.loss, 4),
-                        ),
+                        *(round(step.starved, 3), step.workers, step.digest),
+                        None if step.loss is None else round(step.loss, 4),
                     ]
                     for step in life.outer_steps
                 ],
