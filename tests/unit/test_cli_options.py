@@ -19,7 +19,7 @@ from thinwire.kernels import native
 
 REQUIRED = {"selftest": ("--device", "cpu"), "testbed run": ("true",)}
 """What a command needs beside the option that is wrong."""
-ZERO_IS_RIGHT = {"--seed", "--minutes", "--spread"}
+ZERO_IS_RIGHT = {"--seed", "--minutes", "--rejoin", "--spread"}
 
 
 def commands(group: typer.Typer, names: tuple[str, ...] = ()) -> Iterator[tuple[str, Callable[..., Any]]]:

@@ -26,6 +26,7 @@ _EVERY, _STEP_SECONDS = 20, 0.15
 _QUIET_SHARE = 0.2
 """Of the time with kills, so long nobody is killed before."""
 _SHORTEST_QUIET = 12.0
+_MOST_HOSTS = 253
 _SECONDS_TO_GATHER = 120.0
 """For all workers to be in one quorum, at first and after a kill."""
 
@@ -203,7 +204,7 @@ def run_elastic(plan: ElasticPlan, json: Path | None) -> None:
 
     Raises:
         typer.Exit: 2 if this machine cannot; 1 if a bar is missed that must not be missed.
-        typer.BadParameter: if nobody would be killed.
+        typer.BadParameter: if nobody would be killed, or there are too many hosts.
     """
     if not plan.kill_times():
         raise typer.BadParameter(
@@ -211,16 +212,18 @@ def run_elastic(plan: ElasticPlan, json: Path | None) -> None:
             f"{plan.seconds_between_kills:g} s, got {plan.minutes:g}",
             param_hint="'--minutes'",
         )
+    if plan.hosts > _MOST_HOSTS:
+        raise typer.BadParameter(
+            f"must be at most {_MOST_HOSTS}, because the Lighthouse has a host of its own, got {plan.hosts}",
+            param_hint="'--hosts'",
+        )
     try:
         importlib.import_module("thinwire.elastic")  # first, because it says what to install
         from thinwire.cli.chaos.elastic_worker import HEARTBEAT_TIMEOUT
     except ImportError as error:
         typer.echo(f"thinwire chaos: {error}", err=True)
         raise typer.Exit(2) from None
-    try:
-        testbed = Testbed(plan.hosts + 1, rate=plan.rate)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="'--hosts' or '--rate'") from None
+    testbed = Testbed(plan.hosts + 1, rate=plan.rate)
     console = Console()
 
     def say(news: str) -> None:

@@ -82,7 +82,7 @@ def train(channel: Connection, config: WorkerConfig) -> None:
         hostname=config.address,
     )
     opt.join()
-    channel.send(_outer_step(opt, task.model, steps=0, began=time.monotonic(), loss=None))
+    channel.send(outer_step_of(opt, task.model, steps=0, began=time.monotonic(), loss=None))
     while True:
         interval = time.monotonic()
         began, loss = interval, None
@@ -94,7 +94,7 @@ def train(channel: Connection, config: WorkerConfig) -> None:
             began = time.monotonic()
             opt.step()
             opt.zero_grad()
-        channel.send(_outer_step(opt, task.model, steps=config.every, began=began, loss=loss))
+        channel.send(outer_step_of(opt, task.model, steps=config.every, began=began, loss=loss))
 
 
 class _Task:
@@ -114,7 +114,18 @@ class _Task:
         return nn.functional.mse_loss(self.model(inputs), torch.tanh(inputs @ self._teacher))
 
 
-def _outer_step(opt: ElasticLocalSteps, model: nn.Module, *, steps: int, began: float, loss: float | None) -> OuterStep:
+def outer_step_of(
+    opt: ElasticLocalSteps, model: nn.Module, *, steps: int, began: float, loss: float | None
+) -> OuterStep:
+    """What to report after an outer step.
+
+    Args:
+        opt: has just taken it.
+        model: its parameters.
+        steps: inner steps since the last report.
+        began: when the last inner step was done, by `time.monotonic()`.
+        loss: of that step.
+    """
     ended = time.monotonic()
     shared = opt.state_dict()["thinwire"]["elastic"]
     # A momentum of zeros is None there.
