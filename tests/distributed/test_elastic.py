@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import re
 import signal
 import socket
@@ -269,3 +270,24 @@ def test_a_saved_state_is_that_of_the_last_exchange() -> None:
         for p, value in zip(resumed, exact, strict=True):
             assert p.equal(value)
         other.close()
+
+
+def test_metrics_go_on_when_the_members_change() -> None:
+    with lighthouse(least=1) as address:
+        params = new_params(0)
+        opt = ElasticLocalSteps(Given(params), lighthouse=address, every=1, hostname="127.0.0.1")
+        opt.join()
+        told = []
+        for step in range(4):
+            for p, move in zip(params, moves_of(0, step), strict=True):
+                p.grad = move
+            opt.step()
+            told.append(opt.metrics())
+            opt._unbind()  # as after a failed exchange: the next one makes new averagers
+        opt.close()
+    assert [metrics.exchanges for metrics in told] == [1, 2, 3, 4]
+    assert all(earlier.elapsed_seconds < later.elapsed_seconds for earlier, later in itertools.pairwise(told))
+    assert all(earlier.encode_seconds < later.encode_seconds for earlier, later in itertools.pairwise(told))
+    assert told[3].as_dict(since=told[0])["steps_per_second"] == pytest.approx(
+        3 / (told[3].elapsed_seconds - told[0].elapsed_seconds)
+    )

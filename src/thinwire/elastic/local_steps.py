@@ -26,7 +26,7 @@ from thinwire.metrics import Metrics
 from thinwire.optimizers.agreement import require_same
 from thinwire.optimizers.inputs import make_plain
 from thinwire.outer.fragment import has_values
-from thinwire.outer.metrics import LocalMetrics, local_metrics
+from thinwire.outer.metrics import LocalMetrics, continued, local_metrics
 from thinwire.outer.schedule import Every, Schedule
 from thinwire.transport.peers import Peers
 
@@ -200,8 +200,8 @@ class ElasticLocalSteps(LocalSteps):
         """Whether this worker got its parameters in the interval under way, in which it takes no inner steps."""
         self._taken = False
         self._contributors = 1
-        self._past: list[Metrics] = []
-        """Of averagers that were replaced."""
+        self._past: list[Metrics | None] = [None] * fragments
+        """Of each fragment, the totals of averagers that were replaced."""
 
     # Joining ---------------------------------------------------------------------------------------------------------
 
@@ -364,7 +364,7 @@ class ElasticLocalSteps(LocalSteps):
         self._epoch_of_quorum = 1 + max(epoch for epoch, _, _ in told)
         self._contributors = sum(not newcomer for _, newcomer, _ in told)
         for number, (fragment, names) in enumerate(zip(self._fragments, self._names(), strict=True)):
-            self._past.append(fragment.averager.metrics())
+            self._past[number] = continued(self._past[number], fragment.averager.metrics())
             fragment.exchange_with(self._averager)
             self._memories[number].restore(fragment.averager)
             fragment.averager.continue_from(self._exchanges[number])
@@ -494,7 +494,10 @@ class ElasticLocalSteps(LocalSteps):
         return local_metrics(
             self._schedule.step,
             self._skipped_steps,
-            [*(fragment.averager.metrics() for fragment in self._fragments), *self._past],
+            [
+                continued(past, fragment.averager.metrics())
+                for past, fragment in zip(self._past, self._fragments, strict=True)
+            ],
             [fragment.motion for fragment in self._fragments],
             self._peers.size,
         )

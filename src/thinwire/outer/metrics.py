@@ -83,6 +83,20 @@ def local_metrics(
     )
 
 
+def continued(past: Metrics | None, metrics: Metrics) -> Metrics:
+    """The totals of an averager and of those that it has replaced, one after another.
+
+    Args:
+        past: of those that it has replaced; None if it is the first.
+        metrics: its own.
+    """
+    if past is None:
+        return metrics
+    totals = {each.name: getattr(past, each.name) + getattr(metrics, each.name) for each in fields(Metrics)}
+    of_last_exchange = {"mean_abs_vote": metrics.mean_abs_vote, "contraction": metrics.contraction}
+    return Metrics(**{**totals, **of_last_exchange})
+
+
 def _limited(cosine: float) -> float:
     """In [-1, 1], which roundings and estimates may miss. NaN stays NaN."""
     return cosine if math.isnan(cosine) else max(-1.0, min(cosine, 1.0))
