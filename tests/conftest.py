@@ -39,6 +39,7 @@ TOGETHER = {
     "tests/unit/test_testbed.py": "links as thin as they claim to be",
     "tests/distributed/test_testbed.py": "links as thin as they claim to be",
     "tests/distributed/test_chaos.py": "links that are cut",
+    "tests/distributed/test_elastic_chaos.py": "links that are cut",
     "tests/distributed/test_interrupts.py": "links that are cut",
     "tests/distributed/test_faults.py": "ranks that wait for dead ones, all at once",
     "tests/unit/test_checkpoint_directory.py": "a checkpoint",

@@ -102,6 +102,11 @@ def in_a_step_of_the_benchmark(run: Run) -> None:
     run.wait_for_traffic(100_000)
 
 
+def in_an_interval(run: Run) -> None:
+    run.wait_for_words(rb"2 workers have joined")
+    time.sleep(1.0)
+
+
 def in_a_step_after_a_fault(run: Run) -> None:
     run.wait_for_words(rb"1\. birder")
     time.sleep(0.3)
@@ -113,11 +118,13 @@ DEMO = (*DEMO_OF_BIRDER, "--rate", "unlimited")
 DEMO_ON_HOSTS = (*DEMO_OF_BIRDER, "--rate", "20mbit")
 BENCH = ("bench", "step", "--hosts", "2", "--rates", "10mbit", "--methods", "birder", "--seconds", "60")
 CHAOS = ("chaos", "--hosts", "3", "--timeout", "2")
+ELASTIC = ("chaos", "--elastic", "--hosts", "2")
 
 
 def _case(arguments: Sequence[str], in_a_step: Callable[[Run], None], processes: int, number: signal.Signals) -> Any:
     """`make test` ends each command by one of the signals, `make test-all` by the other one too."""
-    name = {BENCH: "bench step", DEMO_ON_HOSTS: "demo on hosts"}.get(tuple(arguments), arguments[0])
+    names = {BENCH: "bench step", DEMO_ON_HOSTS: "demo on hosts", ELASTIC: "chaos --elastic"}
+    name = names.get(tuple(arguments), arguments[0])
     marks = [] if (arguments is DEMO) == (number == signal.SIGTERM) else [pytest.mark.long]
     return pytest.param(arguments, in_a_step, processes, number, marks=marks, id=f"{name}-{number.name}")
 
@@ -133,6 +140,7 @@ def _case(arguments: Sequence[str], in_a_step: Callable[[Run], None], processes:
             (DEMO_ON_HOSTS, in_a_step_of_the_demo, 3),
             (BENCH, in_a_step_of_the_benchmark, 3),
             (CHAOS, in_a_step_after_a_fault, 5),
+            (ELASTIC, in_an_interval, 4),
         )
     ],
 )
@@ -145,6 +153,8 @@ def test_nothing_is_left(
 ) -> None:
     if arguments is not DEMO:
         skip_unless_available()
+    if arguments is ELASTIC:
+        pytest.importorskip("torchft", reason="torchft has no wheel for this Python and system")
     with running(arguments, tmp_path) as run:
         in_a_step(run)
         # Chaos may be about to start its ranks again.
