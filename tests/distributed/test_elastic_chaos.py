@@ -49,7 +49,7 @@ def running(folder: Path, *arguments: object) -> Iterator[subprocess.Popen[str]]
     assert list(folder.glob("thinwire*")) == []
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_kill_and_a_rejoin(tmp_path: Path) -> None:
     written = tmp_path / "elastic.json"
     limits = ("--hosts", 3, "--minutes", 0.2, "--every", 12, "--rejoin", 1, "--json", written)
@@ -77,7 +77,7 @@ def test_a_kill_and_a_rejoin(tmp_path: Path) -> None:
     assert len(set.union(*digests.values())) == len(digests)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_worker_that_dies_unasked_ends_the_run(tmp_path: Path) -> None:
     with running(tmp_path, "--hosts", "2", "--minutes", "1") as process:
         assert process.stdout is not None

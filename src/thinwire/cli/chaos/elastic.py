@@ -27,7 +27,7 @@ _QUIET_SHARE = 0.2
 """Of the time with kills, so long nobody is killed before."""
 _SHORTEST_QUIET = 12.0
 _MOST_HOSTS = 253
-_SECONDS_TO_GATHER = 120.0
+_SECONDS_TO_GATHER = 300.0
 """For all workers to be in one quorum, at first and after a kill."""
 
 
