@@ -115,6 +115,18 @@ def test_what_happened_in_intervals() -> None:
     assert report.extra_seconds(JOIN) == (1, pytest.approx(0.0))
 
 
+def test_what_deaths_and_joins_cost_does_not_depend_on_the_time_without_kills() -> None:
+    for slower in (0.0, 0.5):
+        report = a_run()
+        for life in report.lives[:2]:
+            life.outer_steps[:5] = [
+                replace(step, at=step.at * (1 + slower) - 10 * slower) for step in life.outer_steps[:5]
+            ]
+        report.quiet_began -= 10 * slower
+        # One second of the 55: the death.
+        assert report.share_of_deaths_and_joins == pytest.approx(1 - 54 / 55)
+
+
 def test_nothing_to_measure() -> None:
     with pytest.raises(ValueError, match="no worker has taken two outer steps"):
         throughput(results(life(0, outer_step(0, 1.0))).quiet)

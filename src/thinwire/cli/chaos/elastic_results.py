@@ -216,6 +216,13 @@ class ElasticResults:
         return throughput(self.disturbed) / throughput(self.quiet)
 
     @property
+    def share_of_deaths_and_joins(self) -> float:
+        """The share of the time of the living that deaths and joins have cost, by the intervals of the same time in
+        which there was neither. It does not depend on how busy the machine was in the time without kills."""
+        alone = [interval for interval in self.disturbed if interval.happened == QUIET]
+        return 1 - throughput(self.disturbed) / throughput(alone)
+
+    @property
     def share_of_full_strength(self) -> float:
         """Inner steps of all hosts that went into outer steps, relative to as many workers of which none is killed."""
         steps = sum(interval.steps for interval in self.disturbed)
@@ -285,6 +292,7 @@ class ElasticResults:
             "relative_throughput": disturbed / quiet,
             "steps_per_second_without_kills": quiet,
             "steps_per_second_with_kills": disturbed,
+            "share_of_deaths_and_joins": self.share_of_deaths_and_joins,
             "share_of_full_strength": self.share_of_full_strength,
             "outer_steps": max((step.number for life in self.lives for step in life.outer_steps), default=0),
             "divergences": [asdict(each) for each in self.divergences],
@@ -355,7 +363,8 @@ class ElasticResults:
         console.print(
             f"{len(self.rejoins)} kills in {(self.ended - self.began) / 60:.1f} minutes; "
             f"{throughput(self.quiet):.3f} inner steps per second and worker without kills, "
-            f"{throughput(self.disturbed):.3f} with them; all hosts together took "
+            f"{throughput(self.disturbed):.3f} with them; by the intervals with neither, deaths and joins have cost "
+            f"{self.share_of_deaths_and_joins:.2%} of the time of the living; all hosts together took "
             f"{self.share_of_full_strength:.1%} of the steps of a run in which nobody dies",
             highlight=False,
         )
