@@ -233,6 +233,14 @@ def test_bad_arguments(arguments: list[str], message: str) -> None:
     assert message in output
 
 
+@pytest.mark.parametrize(("option", "value"), [("--every", "30"), ("--rejoin", "10"), ("--rate", "10mbit")])
+def test_options_that_need_elastic(option: str, value: str) -> None:
+    result = CliRunner().invoke(app, ["chaos", option, value], env={"COLUMNS": "200", "NO_COLOR": "1"})
+    assert result.exit_code == 2
+    assert f"Invalid value for '{option}'" in result.output
+    assert "is of use with --elastic only" in result.output
+
+
 def test_without_torchft(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in [name for name in sys.modules if name.startswith(("thinwire.elastic", "torchft"))]:
         monkeypatch.delitem(sys.modules, module)

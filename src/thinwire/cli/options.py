@@ -50,17 +50,18 @@ def optimizer_name(
     return typer.Option(callback=check, help=f"{description}: {', '.join(known)}.", show_default=default or True)
 
 
-def checked_by(refuse: Callable[[Any], object], description: str) -> Any:
-    """Anything for which `refuse` raises no ValueError."""
+def checked_by(refuse: Callable[[Any], object], description: str, *, show_default: str | bool = True) -> Any:
+    """Anything for which `refuse` raises no ValueError, or None."""
 
     def check(value: Any) -> Any:
         try:
-            refuse(value)
+            if value is not None:
+                refuse(value)
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
         return value
 
-    return typer.Option(callback=check, help=description)
+    return typer.Option(callback=check, help=description, show_default=show_default)
 
 
 MOST_RANKS = 256

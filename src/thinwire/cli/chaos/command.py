@@ -38,9 +38,16 @@ def chaos(
     elastic: Annotated[
         bool, typer.Option("--elastic", help="Kill workers of an elastic run instead, while the others go on.")
     ] = False,
-    every: Annotated[float, number(1, 3600, "With --elastic: seconds between two kills.")] = 30.0,
-    rejoin: Annotated[float, number(0, 3600, "With --elastic: seconds until a killed worker starts again.")] = 10.0,
-    rate: Annotated[str, checked_by(parse_rate, "With --elastic: what a link carries.")] = "100mbit",
+    every: Annotated[
+        float | None, number(1, 3600, "With --elastic: seconds between two kills.", show_default="30")
+    ] = None,
+    rejoin: Annotated[
+        float | None,
+        number(0, 3600, "With --elastic: seconds until a killed worker starts again.", show_default="10"),
+    ] = None,
+    rate: Annotated[
+        str | None, checked_by(parse_rate, "With --elastic: what a link carries.", show_default="100mbit")
+    ] = None,
     json: Annotated[
         Path | None,
         output_file("Write all faults and results to this file, after every episode; continue what it has."),
@@ -59,8 +66,13 @@ def chaos(
     exit code 1 if workers that live ever differ in a bit, or one rejoins too late.
     """
     if elastic:
-        run_elastic(ElasticPlan(hosts, minutes, every, rejoin, rate, timeout or 60.0, faults, seed), json)
+        between, restart = 30.0 if every is None else every, 10.0 if rejoin is None else rejoin
+        plan = ElasticPlan(hosts, minutes, between, restart, rate or "100mbit", timeout or 60.0, faults, seed)
+        run_elastic(plan, json)
         return
+    for option, given in (("--every", every), ("--rejoin", rejoin), ("--rate", rate)):
+        if given is not None:
+            raise typer.BadParameter(f"{given} is of use with --elastic only", param_hint=f"'{option}'")
     console = Console()
     try:
         testbed = Testbed(hosts)
