@@ -14,6 +14,7 @@ from thinwire._checks import is_number
 from thinwire.compressors.gradient_compressor import GradientCompressor, Scheme
 from thinwire.compressors.kept_answers import NAME, KeptMean, kept_mean
 from thinwire.compressors.lossless import LosslessScheme
+from thinwire.compressors.quantized import Quantized
 from thinwire.kernels.modes import Scale
 from thinwire.optimizers.rule import Context, Group, UpdateRule
 from thinwire.transport.buffers import Part
@@ -140,6 +141,8 @@ class ElementwiseRule(AveragingRule):
         # With a single worker nothing leaves the node.
         scheme = self._scheme if context.topology.workers > 1 else LosslessScheme()
         self.compressor = scheme.bind(context.layout, context.topology.node, context.kernels)
+        self._joinable = isinstance(self.compressor, Quantized)
+        self.encode_numbers = () if self._joinable else None
         state.include(self.compressor.state())
         self._kept = kept_mean(context.layout, self.compressor) if context.delayed else None
         if self._kept is not None:
@@ -191,6 +194,20 @@ class ElementwiseRule(AveragingRule):
             return
         for part in parts:
             self.compressor.decode(part, gradient)
+
+    @property
+    def apply_numbers(self) -> Sequence[str] | None:
+        """See `UpdateRule`. A mean that was kept has tables of its own."""
+        return () if self._joinable and self._kept is None else None
+
+    def targets(self) -> Sequence[Tensor | None]:
+        """See `UpdateRule`."""
+        return self.gradients
+
+    def apply_joined(self, positions: Sequence[int], part: Part, x: Tensor, group: Group) -> bool:
+        """See `UpdateRule`."""
+        self.compressor.decode(part, x)
+        return True
 
     def contraction(self) -> float:
         """See `UpdateRule`."""

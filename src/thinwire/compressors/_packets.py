@@ -11,7 +11,7 @@ from torch import Tensor
 from thinwire.compressors.codecs import Codec
 from thinwire.compressors.codecs.sign import Sign
 from thinwire.errors import CorruptPacket
-from thinwire.transport.buffers import WORD_BYTES, Frame, PacketBuffers, Payload
+from thinwire.transport.buffers import WORD_BYTES, Frame, PacketBuffers, Part, Payload
 from thinwire.transport.layout import WORD, Blocks, Bucket, Layout
 from thinwire.transport.memory import HOST
 from thinwire.transport.packet import HEADER_BYTES
@@ -64,8 +64,7 @@ class SignPackets:
         counts = [part.up_runs.shape[0] for part in parts]
         self.all_sums = torch.zeros(sum(counts) + 1, sums, dtype=torch.float64, device=device)
         """The sums of all runs, and a row of zeros."""
-        self.sums = list(self.all_sums[:-1].split(counts))
-        """For each part, the sums of its runs."""
+        self._sums = list(self.all_sums[:-1].split(counts))
         self.block_rows: list[list[int]] = [[] for _ in range(buffers.layout.shards * self._per_shard)]
         """For each block of the model, its rows of `all_sums`."""
         rows: list[list[int]] = [[] for _ in range(buffers.layout.shards)]
@@ -90,6 +89,10 @@ class SignPackets:
             self.answers.append((frame.bucket, codec.signs_of(answers, length), scales))
             self.sent_scales.append(codec.block_scales_of(sent, length, count))
             self.received_scales.append(codec.block_scales_of(received, length, count))
+
+    def sums(self, part: Part) -> Tensor:
+        """The sums of the runs of a part."""
+        return self._sums[part.index] if part.index >= 0 else self.all_sums[part.rows]
 
     def answer_scales(self, frame: Frame, shard: int) -> Tensor:
         """A view of the scales in an answer."""

@@ -196,7 +196,7 @@ class MarkovSign:
             self.active,
             self._packets.buffers.sent,
             sent_scales=self.sent_scales,
-            sums=self._packets.sums[part.index],
+            sums=self._packets.sums(part),
             beta=beta,
             weight=1.0 - beta,
             scale=scale,

@@ -151,14 +151,15 @@ class Quantized:
     def encode(self, part: Part, grad: Tensor | None, scale: Scale) -> bool | None:
         """See `GradientCompressor`. Without a gradient it sends zeros and keeps the residual: if no rank has a gradient
         for the parameter, DDP does not use the answer."""
-        if grad is not None and scale == 1.0:
+        joined = part.index < 0
+        if grad is not None and scale == 1.0 and not joined:
             return self._encode_unscaled[part.index](grad)
         return self._kernels.quantize_encode(
             part.up_runs,
             grad,
             None if grad is None else self.residual,
             self._packets,
-            sums=self._sums[part.index],
+            sums=self._all_sums[part.rows] if joined else self._sums[part.index],
             scale=scale,
             shift=part.frame.bucket.state_shift,
             **self._rule,
@@ -188,7 +189,10 @@ class Quantized:
 
     def decode(self, part: Part, into: Tensor) -> None:
         """See `GradientCompressor`."""
-        self._decode[part.index](into)
+        if part.index < 0:
+            self._kernels.quantize_decode(part.down_runs, self._answers, into, weight=1.0, **self._format)
+        else:
+            self._decode[part.index](into)
 
     def rescale(self, factor: float) -> None:
         """See `GradientCompressor`."""

@@ -174,6 +174,7 @@ class BirderRule(UpdateRule):
     state_dtype: torch.dtype
 
     no_delay = None
+    encode_numbers = ("beta", "beta_b", "gain", "maximize")
 
     def __post_init__(self) -> None:
         if self.downlink not in get_args(Downlink):
@@ -272,6 +273,16 @@ class BirderRule(UpdateRule):
     def apply(self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None, group: Group) -> None:
         """See `UpdateRule`."""
         self._votes.apply(parts, x, low, group)
+
+    @property
+    def apply_numbers(self) -> Sequence[str] | None:
+        """See `UpdateRule`."""
+        return self._votes.apply_numbers
+
+    def apply_joined(self, positions: Sequence[int], part: Part, x: Tensor, group: Group) -> bool:
+        """See `UpdateRule`."""
+        self._votes.apply((part,), x, None, group)
+        return True
 
     @property
     def answers_at_once(self) -> bool:

@@ -159,6 +159,7 @@ class OneBitAdamRule(UpdateRule):
     state_depends_on_buckets = True
     records_buckets = True
     no_delay = None
+    encode_numbers = ("betas", "maximize")
 
     def __init__(self, options: StageOptions) -> None:
         self._options = options
@@ -235,6 +236,25 @@ class OneBitAdamRule(UpdateRule):
         rate = lr * correction(group["betas"][0], updates.now[position])
         for part in parts:
             self._stages.apply_signs(part, x, low, rate=rate, decay=1.0 - lr * group["weight_decay"])
+
+    @property
+    def apply_numbers(self) -> Sequence[str] | None:
+        """See `UpdateRule`."""
+        return ("lr", "betas", "weight_decay") if self._stages.compressing else None
+
+    def apply_joined(self, positions: Sequence[int], part: Part, x: Tensor, group: Group) -> bool:
+        """See `UpdateRule`. The bias correction depends on the number of updates, which differs for parameters that
+        had no gradient in some step."""
+        counts = self._adam.updates.now
+        count = counts[positions[0]] + 1
+        if any(counts[position] + 1 != count for position in positions):
+            return False
+        for position in positions:
+            counts[position] = count
+        lr = float(group["lr"])
+        rate = lr * correction(group["betas"][0], count)
+        self._stages.apply_signs(part, x, None, rate=rate, decay=1.0 - lr * group["weight_decay"])
+        return True
 
     def end_step(self) -> None:
         """See `UpdateRule`."""

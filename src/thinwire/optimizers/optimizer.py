@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypedDict
 
@@ -49,6 +49,7 @@ from thinwire.optimizers.inputs import (
     same_values,
     sample_of,
 )
+from thinwire.optimizers.joint_calls import Join, JointCalls
 from thinwire.optimizers.lone_saves import LoneSaves
 from thinwire.optimizers.rule import Context, RuleEncoder, UpdateRule
 from thinwire.optimizers.safety import OF_STEPS, ReplicaCheck, Skips, name_of
@@ -327,14 +328,22 @@ class WireOptimizer(Optimizer):
         """By position, the state of each parameter."""
         self._shown_of: list[Tensors] = []
         """The same memory in separate tensor objects, which `state` exposes. Users cannot damage the others by them."""
+        self._all_shown: list[Tensor] = []
+        """All of them, one after another."""
         for position, p in enumerate(self._own_params):
             state = {"step": self._step_count, **self._flat_state.of(session.layout, self._topology.node, position, p)}
             if p.dtype in LOW_PRECISION and self._rule.moves_parameters:
                 order = torch.preserve_format if is_dense(p) else torch.contiguous_format
                 state["master"] = torch.empty_like(p, dtype=torch.float32, memory_format=order).copy_(p.detach())
             self._state_of.append(state)
+        contiguous = [p.is_contiguous() and p.dtype == torch.float32 for p in self._own_params]
+        self._joint_calls = JointCalls(self._rule, contiguous)
         state_dicts.expose(self)
         self._forms = [form_of(p) for p in self._own_params]
+        self._addresses: list[int] = []
+        """Where parameters were when their forms were last compared."""
+        self._located = False
+        """Whether they are known to be there in this call of `step()`."""
         self._built = True
         self._begin_step()
 
@@ -420,7 +429,8 @@ class WireOptimizer(Optimizer):
         self._begin_exchange()
 
     def _forget_gradients(self) -> None:
-        """Discard what is known of the gradients of the last step."""
+        """Discard what is known of the gradients of the last step, and of where parameters are."""
+        self._located = False
         self._states_of_others: list[rank_states.States] | None = None
         """What `consolidate_state_dict` gathered on this rank, until the state changes."""
         self._watched: dict[int, tuple[int, int, Tensor]] = {}
@@ -465,19 +475,23 @@ class WireOptimizer(Optimizer):
         refuse_capture(session.layout.device)
         check_frozen(self._frozen)
         state_dicts.check_unchanged(self)
-        rest = [position for position, encoded in enumerate(session.encoded) if not encoded]
-        gradients = [in_order_of(self._own_params[position], self._gradient_of(position)) for position in rest]
+        rest, gradients = self._not_encoded()
         self._prepare()
         self._complete()
         self._read_outcomes()
         if self._first_gradients.due:
             with self._shards.failing_together(self._context.step):
-                self._first_gradients.compare(self._peers, self._flat_params, gradients, self._context.step)
+                self._first_gradients.compare(
+                    self._peers, self._flat_params, list(gradients.values()), self._context.step
+                )
         session.transport.agreed = self._group_numbers.note(self._context.step, self.param_groups)
         shards = self._shards.failing_together(self._context.step)
         with shards, self._naming_differences(), session.transport.abort_on_error():
-            for position, grad in zip(rest, gradients, strict=True):
-                self._encode(position, grad, scale)
+            for item in rest:
+                if isinstance(item, Join):
+                    session.encode_joined(item.positions, item.part, item.memory, scale, self._encoder)
+                else:
+                    self._encode(item, gradients[item], scale)
             changed = self._changed_gradient()
             if changed is not None:
                 # Raised after the exchange, on all ranks, because the others may not have changed theirs.
@@ -519,6 +533,32 @@ class WireOptimizer(Optimizer):
         if together and not session.deferred:
             self._skips.note(int(self._step_count) - delayed, skipped=self._overflowed)
         self._replica_check.after(self, int(self._step_count))
+
+    def _not_encoded(self) -> tuple[Sequence[Join | int], dict[int, Tensor | None]]:
+        """What is not encoded yet, in flat order, and the gradients of those positions that are encoded one by one."""
+        rest = [position for position, encoded in enumerate(self._session.encoded) if not encoded]
+        own, items = self._own_params, None
+        compared = self._first_gradients.due and self._peers.size > 1
+        if len(rest) < len(own) or self._sharding is not None or self._clipping.clips or compared:
+            found = list(map(self._gradient_of, rest))
+        else:
+            found = [p.grad for p in self._flat_params]
+            items = self._joint_calls.encodings(found) if self._known_addresses() is not None else None
+        if items is None:
+            return rest, {i: in_order_of(own[i], grad) for i, grad in zip(rest, found, strict=True)}
+        return items, {item: in_order_of(own[item], found[item]) for item in items if not isinstance(item, Join)}
+
+    def _known_addresses(self) -> Sequence[int] | None:
+        """Where the parameters are, by position; None if one of them is not as it was when its state was made."""
+        if self._located:
+            return self._addresses  # `step()` has the processor's cache fetch all parameters once, not twice
+        addresses = list(map(Tensor.data_ptr, self._own_params))
+        if addresses != self._addresses or not all(map(Tensor.is_contiguous, self._own_params)):
+            if list(map(form_of, self._own_params)) != self._forms:
+                return None
+            self._addresses = addresses
+        self._located = True
+        return self._addresses
 
     def _complete(self) -> None:
         """With `delay=1`, wait for the exchange of the last step, keep its answer, and begin the next step.
@@ -606,8 +646,21 @@ class WireOptimizer(Optimizer):
             self._rule.after_apply()
 
     def _apply_all(self, positions: Sequence[int] | None = None) -> None:
+        moved = positions
+        if moved is None:
+            known = self._known_addresses() if self._rule.apply_numbers is not None else None
+            moved = self._joint_calls.movements(self._rule.present(), known)
+        for item in moved:
+            if not isinstance(item, Join):
+                self._apply((item,))
+            elif not self._rule.apply_joined(
+                item.positions, item.part, item.memory, self._context.group_of(item.positions[0])
+            ):
+                self._apply(item.positions)
+
+    def _apply(self, positions: Iterable[int]) -> None:
         parts_of = self._session.channel.buffers.parts
-        for position in self._rule.present() if positions is None else positions:
+        for position in positions:
             p = self._own_params[position]
             dense = p if not self._rule.moves_parameters or is_dense(p) else p.contiguous()
             master = self._state_of[position].get("master")

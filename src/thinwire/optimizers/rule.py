@@ -106,6 +106,9 @@ class UpdateRule(abc.ABC):
     """Whether replicas may differ between synchronizations."""
     no_delay: str | None = "its update rule is defined for answers of the same step only"
     """Why answers cannot be applied one step later; None if they can."""
+    encode_numbers: Sequence[str] | None = None
+    """The numbers of parameter groups that `encode` reads. Several parameters for which they are equal may be encoded
+    by one call, with a part that has the runs of all and the position of the first. None if they may not."""
     context: Context
 
     # Hyper-parameters ------------------------------------------------------------------------------------------------
@@ -204,6 +207,25 @@ class UpdateRule(abc.ABC):
     @abc.abstractmethod
     def apply(self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None, group: Group) -> None:
         """Move a parameter by the answer. `x` is dense float32. If it is a master copy, `low` is the parameter."""
+
+    @property
+    def apply_numbers(self) -> Sequence[str] | None:
+        """The numbers of parameter groups that `apply_joined` reads, for parameters for which they are equal. None if
+        parameters are moved one by one in this step."""
+        return None
+
+    def targets(self) -> Sequence[Tensor | None]:
+        """By position, what `apply_joined` writes to, if that is not the parameters."""
+        return self.context.params
+
+    def apply_joined(self, positions: Sequence[int], part: Part, x: Tensor, group: Group) -> bool:
+        """As `apply` for several parameters without masters: `part` has the runs of all, and `x` leads to them, or to
+        their `targets`.
+
+        Returns:
+            False if it cannot: they must be moved one by one.
+        """
+        return False
 
     def after_apply(self) -> None:
         """Finish a step that was not skipped."""

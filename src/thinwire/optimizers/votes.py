@@ -84,6 +84,12 @@ class Votes:
         self.signs.update_activity()  # no coordinate was active, so all bits were activation bits
         return flags if flags & packet.NONFINITE else exchange_after_activation(rule)
 
+    @property
+    def apply_numbers(self) -> Sequence[str] | None:
+        """The numbers of parameter groups that `apply` reads, if it takes parts of several parameters in one. Answers
+        that are kept have tables of their own."""
+        return ("lr", "weight_decay") if self._kept is None else None
+
     def apply(self, parts: Sequence[Part], x: Tensor, low: Tensor | None, group: Group) -> None:
         """Move a parameter: x ← (1 - lr·λ) x - lr · answer."""
         lr = float(group["lr"])

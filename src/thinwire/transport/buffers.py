@@ -80,7 +80,7 @@ class Part:
     """The elements that one parameter has in one bucket."""
 
     index: int
-    """The number of this part among all parts."""
+    """The number of this part among all parts; -1 for several that are joined."""
     frame: Frame
     up_runs: Tensor
     """Where the bits of its elements are in `PacketBuffers.sent`, for the elements of this rank's slice. In a
@@ -90,6 +90,8 @@ class Part:
     """Where the answers for all its elements are in `PacketBuffers.answers`."""
     presence: int
     """The presence bit of the parameter, shifted to its place."""
+    rows: slice
+    """The rows of `up_runs` in a table of all parts, one after another."""
 
 
 class PacketBuffers:
@@ -161,22 +163,29 @@ class PacketBuffers:
             answers_at += shards * down
         self.parts: list[list[Part]] = []
         """For every parameter, in flat order, its parts in order of buckets."""
-        count = 0
+        count = row = 0
         for position, slot in enumerate(layout.slots):
-            self.parts.append(self._parts(position, slot, count))
+            self.parts.append(self._parts(position, slot, count, row))
             count += len(self.parts[-1])
+            row = self.parts[-1][-1].rows.stop if self.parts[-1] else row
         self.contents: list[list[tuple[int, Part]]] = [[] for _ in self.frames]
         """For every bucket its parts, each with the position of its parameter."""
         for position, parts in enumerate(self.parts):
             for part in parts:
                 self.contents[part.frame.bucket.index].append((position, part))
 
+        self._begun: list[tuple[int, list[int]]] = []
+        """For every bucket, the positions of the parameters that begin in it, and all their presence bits."""
+        for contents in self.contents:
+            begun = [(position, part.presence) for position, part in contents if part is self.parts[position][0]]
+            self._begun.append((sum(bit for _, bit in begun), [position for position, _ in begun]))
+
     @property
     def memory(self) -> tuple[Tensor, ...]:
         """The tensors that hold packets."""
         return self.sent, self.answers, self._received
 
-    def _parts(self, position: int, slot: Slot, first: int) -> list[Part]:
+    def _parts(self, position: int, slot: Slot, first: int, first_row: int) -> list[Part]:
         parts: list[Part] = []
         for index, pieces in itertools.groupby(self.layout.pieces(slot), key=lambda piece: piece.bucket):
             frame = self.frames[index]
@@ -190,7 +199,9 @@ class PacketBuffers:
                 row = frame.answers_at + piece.shard * frame.answers.shape[1]
                 down.append(self._run(piece, block, frame.bucket, slot.start, row))
             presence = 1 << (position - frame.bucket.slots[0])
-            parts.append(Part(first + len(parts), frame, _table(up), _table(down), presence))
+            rows = slice(first_row, first_row + len(up))
+            first_row = rows.stop
+            parts.append(Part(first + len(parts), frame, _table(up), _table(down), presence, rows))
         return parts
 
     def _run(self, piece: Piece, block: int, bucket: Bucket, start: int, row: int) -> list[int]:
@@ -223,12 +234,14 @@ class PacketBuffers:
 
     def present(self) -> list[int]:
         """The positions of the parameters that have a gradient on some worker, as the answers have it."""
-        bits = [self.read_presence(frame) for frame in self.frames]
-        return [
-            position
-            for position, parts in enumerate(self.parts)
-            if parts and bits[parts[0].frame.bucket.index] & parts[0].presence
-        ]
+        found: list[int] = []
+        for frame, (all_bits, begun) in zip(self.frames, self._begun, strict=True):
+            bits = self.read_presence(frame)
+            if bits & all_bits == all_bits:  # the usual case
+                found += begun
+            else:
+                found += [position for position in begun if bits & self.parts[position][0].presence]
+        return found
 
 
 def fill_words(rows: Tensor, bits: int) -> None:

@@ -193,13 +193,9 @@ class Session:
         In a hierarchical topology the gradient is only staged. A lane encodes the mean over the node.
         """
         self.encoded[position] = True
-        transport, channel = self.transport, self.channel
-        if not self._under_way:
-            self._under_way = True
-            encoder.before_exchange()
-            transport.begin(channel, self.step)
-        node, missing = transport.node, self._missing
-        for part in channel.buffers.parts[position]:
+        self._begin(encoder)
+        node, missing = self.transport.node, self._missing
+        for part in self.channel.buffers.parts[position]:
             bucket = part.frame.bucket
             if grad is not None:
                 self.presence.now[bucket.index] |= part.presence
@@ -209,10 +205,33 @@ class Session:
                 with self.meter.stage:
                     node.stage(position, bucket, grad, scale)
             missing[bucket.index] -= 1
-            # In order, whatever the order of the gradients: all ranks exchange the same bucket at the same time.
-            while self._submitted < len(missing) and not missing[self._submitted]:
-                self._submit(self._submitted, encoder)
-                self._submitted += 1
+            if not missing[bucket.index]:
+                self._submit_complete(encoder)
+
+    def encode_joined(self, positions: Sequence[int], part: Part, grad: Tensor, scale: Scale, encoder: Encoder) -> None:
+        """As `encode` for several tensors of one bucket, given as one: `part` has the runs of all, and `grad` leads to
+        all of their gradients. Not in a hierarchical topology."""
+        bucket = part.frame.bucket.index
+        self._begin(encoder)
+        for position in positions:
+            self.encoded[position] = True
+        self.presence.now[bucket] |= part.presence
+        self.flags |= self._encode_part(encoder, positions[0], part, grad, scale)
+        self._missing[bucket] -= len(positions)
+        self._submit_complete(encoder)
+
+    def _begin(self, encoder: Encoder) -> None:
+        if not self._under_way:
+            self._under_way = True
+            encoder.before_exchange()
+            self.transport.begin(self.channel, self.step)
+
+    def _submit_complete(self, encoder: Encoder) -> None:
+        # In order, whatever the order of the gradients: all ranks exchange the same bucket at the same time.
+        missing = self._missing
+        while self._submitted < len(missing) and not missing[self._submitted]:
+            self._submit(self._submitted, encoder)
+            self._submitted += 1
 
     def _encode_part(self, encoder: Encoder, position: int, part: Part, grad: Tensor | None, scale: Scale) -> int:
         with self.meter.encode:
