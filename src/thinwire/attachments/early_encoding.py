@@ -91,11 +91,12 @@ class EarlyEncoding:
         if not self.active:
             return
         self._seen[position] += 1
-        self.optimizer._watch(position)
         seen, expected = self._seen[position], self._expected[position]
         if seen == expected:
             self.optimizer._encode_early(position, self._scale())
-        elif 0 < expected < seen:
+            return
+        self.optimizer._watch(position)
+        if 0 < expected < seen:
             raise RuntimeError(
                 f"parameter {self._names[p]!r} got a gradient {seen} times since the last step, but {expected} times "
                 f"before, so it was sent already. Run all but the last backward of a step {self._accumulate}; call "

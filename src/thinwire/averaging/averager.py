@@ -74,6 +74,8 @@ class GradientAverager(WireOptimizer):
         if session.encoded[position] or self._clipping.clips:
             self._encode_once(position, gradient)  # which raises, or clips
             return
+        if self._collect(position, gradient, 1.0):
+            return
         try:
             session.encode(position, gradient, 1.0, self._encoder)
         except BaseException as error:  # as `abort_on_error`

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 _IN_PARAM = 1
+_HOST = torch.device("cpu")
 _ELEMENT_BYTES = torch.float32.itemsize
 _UNALIGNED = _ELEMENT_BYTES - 1
 
@@ -95,39 +96,44 @@ class JoinedRuns:
 
     def __init__(self, groups: Sequence[Sequence[Tensor]]) -> None:
         rows = [row for group in groups for runs in group for row in runs.tolist()]
-        lengths = [len(runs) for group in groups for runs in group]
         memory = array("q", (field for row in rows for field in row))
         self.memory = Gathered()
         """What kernels get in place of the tensors."""
         self.tables: list[Tensor] = []
         """The table of each group."""
+        self._everything: tuple[Tensor, ...] = ()
+        """The field `in_param` of all runs, its value in the table of the tensor, and the number of the tensor."""
+        self._of_group: list[tuple[Tensor, ...]] = []
+        """The same for each group."""
+        if not rows:
+            return
         # Tensors of their own over the same memory: kernels know a table by the number of writes to it, and need not
         # check it again after `point_to`, which changes nothing that they check.
-        first = 0
+        column = torch.frombuffer(memory, dtype=torch.int64).view(-1, 6)[:, _IN_PARAM]
+        lengths = [len(runs) for group in groups for runs in group]
+        self._everything = column, column.clone(), torch.repeat_interleave(torch.tensor(lengths, device=_HOST))
+        first_row = first_tensor = 0
         for group in groups:
             count = sum(map(len, group))
-            table = torch.frombuffer(memory, dtype=torch.int64, count=6 * count, offset=48 * first) if count else None
-            self.tables.append(torch.empty(0, 6, dtype=torch.int64) if table is None else table.view(-1, 6))
-            first += count
-        if rows:
-            self._column = torch.frombuffer(memory, dtype=torch.int64).view(-1, 6)[:, _IN_PARAM]
-            self._starts = self._column.clone()
-            self._tensor_of = torch.repeat_interleave(torch.tensor(lengths))
-            self._offsets = torch.empty_like(self._starts)
+            table = torch.frombuffer(memory, dtype=torch.int64, count=6 * count, offset=48 * first_row)
+            self.tables.append(table.view(-1, 6))
+            here, starts, tensor_of = (each[first_row : first_row + count] for each in self._everything)
+            self._of_group.append((here, starts, tensor_of - first_tensor))
+            first_row, first_tensor = first_row + count, first_tensor + len(group)
 
-    def point_to(self, addresses: Sequence[int]) -> bool:
-        """Let the tables lead to tensors at these addresses, all groups one after another.
+    def point_to(self, addresses: Sequence[int], group: int | None = None) -> bool:
+        """Let the tables lead to tensors at these addresses, all groups one after another; or that of one group only.
 
         Returns:
-            Whether that is possible. It is not if the tensors are not aligned alike.
+            Whether that is possible. It is not if the tensors are not aligned.
         """
         if not addresses:
             return False
-        self.memory.address = lowest = min(addresses)
-        all_of_them = torch.frombuffer(array("q", addresses), dtype=torch.int64)
-        if lowest & _UNALIGNED or int((all_of_them & _UNALIGNED).any()):
+        column, starts, tensor_of = self._everything if group is None else self._of_group[group]
+        lowest = min(addresses)
+        given = torch.frombuffer(array("q", addresses), dtype=torch.int64)
+        if lowest & _UNALIGNED or bool((given & _UNALIGNED).any()):
             return False
-        torch.index_select(all_of_them, 0, self._tensor_of, out=self._offsets)
-        self._offsets.sub_(lowest).div_(_ELEMENT_BYTES, rounding_mode="floor").add_(self._starts)
-        self._column.copy_(self._offsets)
+        self.memory.address = lowest
+        torch.add(starts, (given - lowest).floor_divide_(_ELEMENT_BYTES)[tensor_of], out=column)
         return True

@@ -168,13 +168,23 @@ def in_order_of(p: Tensor, grad: Tensor | None) -> Tensor | None:
 _SAMPLE = 16
 
 
+def sample_size(numel: int) -> int:
+    """The number of elements that `sample_of` copies."""
+    return min(numel, _SAMPLE)
+
+
+def sample_stride(numel: int) -> int:
+    """The distance between them."""
+    return max(1, numel // _SAMPLE)
+
+
 def sample_of(grad: Tensor) -> Tensor:
     """Copies of a few elements of a gradient, spread over all of it, to notice changes."""
     count = grad.numel()
     flat = grad.detach()
     if is_dense(flat):
-        return flat.as_strided((min(count, _SAMPLE),), (max(1, count // _SAMPLE),)).clone()
-    return flat.reshape(-1)[:: max(1, count // _SAMPLE)][:_SAMPLE].clone()
+        return flat.as_strided((sample_size(count),), (sample_stride(count),)).clone()
+    return flat.reshape(-1)[:: sample_stride(count)][:_SAMPLE].clone()
 
 
 def same_values(one: Tensor, other: Tensor) -> bool:

@@ -14,13 +14,20 @@ import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from math import inf
+from operator import itemgetter
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from thinwire.kernels.joined import JoinedRuns, plain_addresses
+from thinwire.kernels.modes import Scale
+from thinwire.kernels.ops import Kernels
+from thinwire.optimizers.inputs import sample_size, sample_stride
 from thinwire.optimizers.rule import Context, UpdateRule
 from thinwire.transport.buffers import PacketBuffers, Part
+from thinwire.transport.memory import HOST
 
 MOST_ELEMENTS = 1 << 19
 """In one call. Ten times as many as a kernel processes in the time of a call are enough to hide it, and a bucket of a
@@ -34,8 +41,10 @@ class Join:
     positions: Sequence[int]
     part: Part
     """Their parts as one. It has the runs of one direction only."""
+    index: int
+    """The number among all joins."""
     first: int
-    """The place of the first one among all joined parameters."""
+    """The place of the first parameter among all joined ones."""
     memory: Tensor
     """Leads kernels to their gradients or to themselves, with the runs of `part`."""
 
@@ -82,9 +91,34 @@ class _Joins:
                 self._order.append(positions[0])
                 continue
             part = _joined([parts[position][0] for position in positions], self._runs.tables[len(self._joins)], upward)
-            self._joins.append(Join(positions, part, first, self._runs.memory.as_tensor()))
+            self._joins.append(Join(positions, part, len(self._joins), first, self._runs.memory.as_tensor()))
             self._order.append(self._joins[-1])
             first += len(positions)
+
+        self.join_of: list[Join | None] = [None] * len(slots)
+        """By position, the join of a parameter."""
+        for join in self._joins:
+            for position in join.positions:
+                self.join_of[position] = join
+        self._samples: JoinedRuns | None = None
+        """The runs of a few elements of each tensor, in a table for each join."""
+        self._sampled: list[Tensor] = []
+
+    def point_join_to(self, join: Join, tensors: Sequence[Tensor]) -> list[int] | None:
+        """Lead the table of one join to its tensors, in its order; their addresses, or None if they are not plain."""
+        addresses = plain_addresses(tensors, self._numels[join.places])
+        return addresses if addresses and self._runs.point_to(addresses, join.index) else None
+
+    def sample(self, join: Join, addresses: Sequence[int], kernels: Kernels) -> list[Tensor]:
+        """The elements that `sample_of` would copy of each tensor of a join, which are plain and at these addresses.
+        Valid until the next call for the join."""
+        if self._samples is None:
+            self._samples = JoinedRuns([_sample_runs(self._numels[each.places]) for each in self._joins])
+            self._sampled = [torch.empty(len(table), device=HOST) for table in self._samples.tables]
+        self._samples.point_to(addresses, join.index)
+        sampled, table = self._sampled[join.index], self._samples.tables[join.index]
+        kernels.dense_encode(table, self._samples.memory.as_tensor(), sampled.view(torch.uint8), scale=1.0, largest=inf)
+        return list(sampled.split([sample_size(numel) for numel in self._numels[join.places]]))
 
     def point_to_addresses(self, addresses: Sequence[int]) -> list[Join | int]:
         """The same for tensors that are known to be plain, or without memory, at these addresses, by position. The same
@@ -137,12 +171,59 @@ class JointCalls:
         self._known = weakref.WeakKeyDictionary()
         """For packets and a direction, which groups are alike, and the joins. Weak, because a channel may release its
         packets, of which joins have views."""
+        self.begin_step()
 
     def encodings(self, gradients: Sequence[Tensor | None]) -> list[Join | int] | None:
         """How to encode the gradients of all parameters, by position: joins, and positions of others, in flat order.
         None if each is encoded by itself."""
         joins = self._joins(self._rule.encode_numbers, upward=True)
         return None if joins is None else joins.point_to(gradients)
+
+    def begin_step(self) -> None:
+        """Forget the gradients that wait."""
+        self._waiting: dict[int, dict[int, tuple[Tensor, Scale]]] = {}
+        """By the number of a join, the gradients that have arrived, by position, with their factors."""
+        self._upward: _Joins | None = None
+        """The joins of this step, if any gradient has arrived."""
+
+    def collect(self, position: int, grad: Tensor, scale: Scale) -> Join | bool:
+        """Let a gradient wait for those that are encoded together with it.
+
+        Returns:
+            False if it must be encoded by itself; the join, if it is the last one that this was waiting for.
+        """
+        if self._upward is None:
+            self._upward = self._joins(self._rule.encode_numbers, upward=True)
+            if self._upward is None:
+                return False
+        join = self._upward.join_of[position]
+        if join is None:
+            return False
+        arrived = self._waiting.setdefault(join.index, {})
+        arrived[position] = grad, scale
+        return join if len(arrived) == len(join.positions) else True
+
+    def take(self, join: Join) -> tuple[list[Tensor], Scale, list[int] | None]:
+        """The gradients of a join that is complete, in its order, with their factor, and their addresses, to which its
+        table leads now. They are None if they must be encoded one by one."""
+        assert self._upward is not None, "its gradients have arrived"
+        arrived = self._waiting.pop(join.index)
+        given = [arrived[position] for position in join.positions]
+        gradients, scale = [grad for grad, _ in given], given[0][1]
+        alike = all(each is scale or each == scale for _, each in given)
+        return gradients, scale, self._upward.point_join_to(join, gradients) if alike else None
+
+    def take_waiting(self) -> list[tuple[int, Tensor, Scale]]:
+        """The gradients that still wait, by position, with their factors."""
+        waiting = [(position, *each) for arrived in self._waiting.values() for position, each in arrived.items()]
+        self._waiting.clear()
+        return sorted(waiting, key=itemgetter(0))
+
+    def sample(self, join: Join, addresses: Sequence[int]) -> list[Tensor]:
+        """Copies of a few elements of each gradient of a join, in its order, as `sample_of` makes them. Valid until the
+        next step."""
+        assert self._upward is not None, "its gradients have arrived"
+        return self._upward.sample(join, addresses, self._context.kernels)
 
     def movements(self, positions: Sequence[int], addresses: Sequence[int] | None) -> Sequence[Join | int]:
         """How to move the parameters at these positions: joins, and positions of others.
@@ -224,6 +305,18 @@ def _joined(parts: Sequence[Part], table: Tensor, upward: bool) -> Part:
     rows = slice(parts[0].rows.start, parts[-1].rows.stop) if upward else slice(0)
     runs = {"up_runs": table} if upward else {"down_runs": table}
     return replace(parts[0], index=-1, presence=sum(part.presence for part in parts), rows=rows, **runs)
+
+
+def _sample_runs(numels: Sequence[int]) -> list[Tensor]:
+    """For each tensor, the runs that copy what `sample_of` copies, of one element each, to places one after another."""
+    tables: list[Tensor] = []
+    first = 0
+    for numel in numels:
+        count, stride = sample_size(numel), sample_stride(numel)
+        rows = [[0, i * stride, 1, torch.float32.itemsize * (first + i), 0, 0] for i in range(count)]
+        tables.append(torch.tensor(rows, dtype=torch.int64, device=HOST))
+        first += count
+    return tables
 
 
 def _plain(value: Any) -> Any:

@@ -13,7 +13,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack  # which torch depends on; typing has it from Python 3.11 on
 
 from thinwire._checks import is_integer
-from thinwire._torch_compat import scale_passed_to_step, unscales_in_step, write_count
+from thinwire._torch_compat import at_end_of_backward, scale_passed_to_step, unscales_in_step, write_count
 from thinwire.errors import GradientChanged
 from thinwire.kernels.modes import Scale
 from thinwire.metrics import Meter, Metrics
@@ -435,6 +435,8 @@ class WireOptimizer(Optimizer):
         """What `consolidate_state_dict` gathered on this rank, until the state changes."""
         self._watched: dict[int, tuple[int, int, Tensor]] = {}
         """By position, the memory of a gradient that backward has completed, how often it was written to, a sample."""
+        self._watched_joins: list[tuple[Sequence[int], list[int], list[int], list[Tensor]]] = []
+        """The same of gradients that were encoded together: for each join positions, addresses, writes, samples."""
 
     def _begin_exchange(self) -> None:
         """Prepare the exchange of the next step. No other may be under way, because lanes read what changes here."""
@@ -444,6 +446,9 @@ class WireOptimizer(Optimizer):
         for numbers in self._flat_state.numbers:
             numbers.read()
         self._clipping.begin_step()
+        self._joint_calls.begin_step()
+        self._waits_for_backward = False
+        """Whether `_encode_waiting` is called at the end of the backward under way."""
         rule.begin_step()
         self._session.begin_step(
             context.step, rule.channel(), flags=rule.first_flags(), earlier=rule.earlier_presence()
@@ -467,6 +472,8 @@ class WireOptimizer(Optimizer):
         """Encode what is not encoded yet, with gradients times `scale`; exchange, and apply the answers."""
         self._follow_parameters()
         rule, session = self._rule, self._session
+        self._located = False  # parameters may have moved since backward
+        self._encode_waiting()
         self._context.groups = self.param_groups
         check_rates_on_host(self.param_groups)
         for group in self.param_groups:
@@ -592,7 +599,7 @@ class WireOptimizer(Optimizer):
         return flags | packet.NONFINITE if nonfinite else flags
 
     def _watch(self, position: int) -> None:
-        """Note the gradient that backward has accumulated. Called by `attach` before `_encode_early`.
+        """Note the gradient that backward has accumulated. Called by `attach` if it does not call `_encode_early`.
 
         In the first step gradients are not encoded early. They are noted all the same: a change that would be without
         effect in the second step must not have one in the first.
@@ -606,7 +613,16 @@ class WireOptimizer(Optimizer):
 
         A write that changes nothing is none: to log the norm, transformers.Trainer clips to infinity.
         """
-        for position, (address, writes, sample) in self._watched.items():
+        watched = [(position, *each) for position, each in self._watched.items()]
+        for positions, *each in self._watched_joins:
+            gradients = [self._gradient_of(position) for position in positions]
+            # As below for all of them at once, which is faster.
+            if set(map(type, gradients)) == {Tensor}:
+                present = cast("list[Tensor]", gradients)
+                if [list(map(Tensor.data_ptr, present)), list(map(write_count, present))] == each[:2]:
+                    continue
+            watched += zip(positions, *each, strict=True)
+        for position, address, writes, sample in watched:
             grad = self._gradient_of(position)
             if grad is None or (grad.data_ptr() == address and write_count(grad) == writes):
                 continue
@@ -614,16 +630,76 @@ class WireOptimizer(Optimizer):
                 return changed_gradient(name_of(self, position))
         return None
 
+    def _collect(self, position: int, grad: Tensor, scale: Scale) -> bool:
+        """Let a gradient wait for others that are encoded together with it, at the latest at the end of backward.
+
+        Returns:
+            Whether it could: otherwise the gradient must be encoded by itself.
+        """
+        session = self._session
+        if grad.dtype != torch.float32 or grad.layout != torch.strided or type(grad) is not Tensor:
+            return False
+        if self._clipping.clips or self._sharding is not None or session.encoded[position]:
+            return False
+        self._complete()
+        join = self._joint_calls.collect(position, grad, scale)
+        if join is False:
+            return False
+        session.encoded[position] = True
+        if isinstance(join, Join):
+            with session.transport.abort_on_error():
+                self._encode_collected(join)
+        elif not self._waits_for_backward:
+            # After backward the user may change gradients, and expects an error for all of them or for none.
+            self._waits_for_backward = True
+            at_end_of_backward(self._encode_waiting)
+        return True
+
+    def _encode_collected(self, join: Join) -> None:
+        gradients, scale, addresses = self._joint_calls.take(join)
+        if addresses is None or self._known_addresses() is None:
+            for position, grad in zip(join.positions, gradients, strict=True):
+                self._encode_one(position, grad, scale)
+            return
+        if self._rule.moves_parameters:
+            for position in join.positions if self._watched else ():
+                self._watched.pop(position, None)  # of an earlier backward
+            sample = self._joint_calls.sample(join, addresses)
+            self._watched_joins.append((join.positions, addresses, list(map(write_count, gradients)), sample))
+        self._context.groups = self.param_groups
+        self._session.encode_joined(join.positions, join.part, join.memory, scale, self._encoder)
+
+    def _encode_waiting(self) -> None:
+        """Encode what still waits for gradients that this backward has not computed."""
+        self._waits_for_backward = False
+        for position, grad, scale in self._joint_calls.take_waiting():
+            with self._session.transport.abort_on_error():
+                self._encode_one(position, grad, scale)
+
+    def _encode_one(self, position: int, grad: Tensor, scale: Scale) -> None:
+        self._context.groups = self.param_groups
+        if self._rule.moves_parameters:  # otherwise they are vectors that belong to DDP
+            self._watched[position] = grad.data_ptr(), write_count(grad), sample_of(grad)
+            self._encode(position, in_order_of(self._own_params[position], grad), scale)
+        else:
+            self._encode(position, grad, scale)
+
     def _encode_early(self, position: int, scale: Scale) -> None:
-        """Encode one parameter's gradient before `step()` does. Called by `attach` during backward."""
+        """Encode one parameter's gradient before `step()` does, and note it as `_watch` does. Called by `attach` during
+        backward."""
         refuse_capture(self._session.layout.device)
         if not self._session.connected or self._closed:
             # After load_state_dict(), step() repeats the agreement. Backward cannot: on each rank it may run between
             # different collectives of the user.
+            self._watch(position)
             return
+        grad = self._gradient_of(position)
+        if grad is not None and self._collect(position, grad, scale):
+            return
+        self._watch(position)
         self._context.groups = self.param_groups
         with self._session.transport.abort_on_error():
-            self._encode(position, in_order_of(self._own_params[position], self._gradient_of(position)), scale)
+            self._encode(position, in_order_of(self._own_params[position], grad), scale)
 
     def _encode(self, position: int, grad: Tensor | None, scale: Scale) -> None:
         self._complete()
@@ -679,6 +755,7 @@ class WireOptimizer(Optimizer):
         if not self._session.connected:
             return
         self._complete()
+        self._encode_waiting()
         with self._session.transport.abort_on_error():
             self._session.encode_rest(self._encoder)
         self._read_outcomes()
