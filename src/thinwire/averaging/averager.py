@@ -82,7 +82,6 @@ class GradientAverager(WireOptimizer):
             session.transport.abort(error)
             raise
 
-    @torch.no_grad()
     def add(self, p: Tensor, gradient: Tensor, *, present: bool = True) -> None:
         """Add a parameter to the exchange, and encode its gradient if `encode` has not.
 
@@ -94,7 +93,9 @@ class GradientAverager(WireOptimizer):
         """
         position = self._position_of[p]
         self.write_to(position, gradient)
-        if not self._session.encoded[position]:
+        if not self._session.encoded[position] and not (
+            present and self._collect(position, gradient, 1.0, in_backward=False)
+        ):
             self._encode_once(position, gradient if present else None)
 
     def position_of(self, p: Tensor) -> int:
@@ -109,6 +110,7 @@ class GradientAverager(WireOptimizer):
         """Let `finish` write the mean for a parameter here; see `add`."""
         self._rule.gradients[position] = gradient
 
+    @torch.no_grad()
     def _encode_once(self, position: int, gradient: Tensor | None) -> None:
         with self.abort_on_error():
             if self._session.encoded[position]:

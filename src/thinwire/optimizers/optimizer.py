@@ -630,8 +630,9 @@ class WireOptimizer(Optimizer):
                 return changed_gradient(name_of(self, position))
         return None
 
-    def _collect(self, position: int, grad: Tensor, scale: Scale) -> bool:
-        """Let a gradient wait for others that are encoded together with it, at the latest at the end of backward.
+    def _collect(self, position: int, grad: Tensor, scale: Scale, *, in_backward: bool = True) -> bool:
+        """Let a gradient wait for others that are encoded together with it: at the latest until the end of backward or,
+        if this is not called by a hook of autograd, until `_take_step`.
 
         Returns:
             Whether it could: otherwise the gradient must be encoded by itself.
@@ -649,7 +650,7 @@ class WireOptimizer(Optimizer):
         if isinstance(join, Join):
             with session.transport.abort_on_error():
                 self._encode_collected(join)
-        elif not self._waits_for_backward:
+        elif in_backward and not self._waits_for_backward:
             # After backward the user may change gradients, and expects an error for all of them or for none.
             self._waits_for_backward = True
             at_end_of_backward(self._encode_waiting)
