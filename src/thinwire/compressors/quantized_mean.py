@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -19,25 +21,26 @@ class QuantizedMean(Quantized):
     def bind(self, buffers: PacketBuffers) -> None:
         """See `Compressor`."""
         super().bind(buffers)
-        self._decoding: list[tuple[Tensor, Tensor]] = []
-        """For each part, the runs that decode its answer into `_floats`, and those that point to its floats there."""
+        self._decoding: list[tuple[Callable[[Tensor], None], Tensor]] = []
+        """For each part, what decodes its answer into `_floats`, and the runs that point to its floats there."""
         longest = 0
         for part in (part for parts in buffers.parts for part in parts):
             offsets = part.down_runs[:, 1] - part.down_runs[0, 1]
             decoding, decoded = part.down_runs.clone(), part.down_runs.clone()
             decoding[:, 1], decoded[:, 3] = offsets, _FLOAT.itemsize * offsets
-            self._decoding.append((decoding, decoded))
+            self._decoding.append((self.decoder(decoding, self._answers), decoded))
             longest = max(longest, int(part.down_runs[:, 2].sum()))
         words = -(-longest // WORD)
         self._floats = untouched_zeros(WORD * words, _FLOAT, buffers.layout.device)
         """The answer of one part at a time."""
+        self._bytes = self._floats.view(torch.uint8)
 
     def answer_floats(self, part: Part) -> tuple[Tensor, Tensor]:
         """The runs of a part, and the bytes into which they point for the floats of its answer. The next call
         overwrites them."""
-        decoding, decoded = self._decoding[part.index]
-        self._kernels.quantize_decode(decoding, self._answers, self._floats, weight=1.0, **self._format)
-        return decoded, self._floats.view(torch.uint8)
+        decode, decoded = self._decoding[part.index]
+        decode(self._floats)
+        return decoded, self._bytes
 
     def drop_residuals(self) -> None:
         """Set the residuals to zero, and give their memory back."""
