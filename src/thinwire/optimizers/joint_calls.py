@@ -4,8 +4,8 @@ A call of a kernel takes several microseconds, in which it could process some te
 a bucket are therefore joined: one table has the runs of all, and leads the kernel to the memory of each
 (`thinwire.kernels.joined`). The kernel computes what it would compute in one call per parameter.
 
-Joined are parameters in float32 whose memory is contiguous, with native kernels, in a flat topology. A gradient that
-is missing, or that kernels cannot read as it is, lets those that are joined with it take the usual way in that step.
+Joined are whole parameters in float32 whose memory is contiguous, with native kernels, in a flat topology. If one
+gradient of a join is missing, or kernels cannot read it as it is, its parameters are encoded one by one in that step.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ from thinwire.transport.buffers import PacketBuffers, Part
 from thinwire.transport.memory import HOST
 
 MOST_ELEMENTS = 1 << 19
-"""In one call. Ten times as many as a kernel processes in the time of a call are enough to hide it, and a bucket of a
-large model should not wait for all of its parameters."""
+"""In one call: so many that its own time does not count, and so few that backward still hides most of the encoding."""
 
 
 @dataclass(frozen=True)

@@ -336,8 +336,9 @@ class WireOptimizer(Optimizer):
                 order = torch.preserve_format if is_dense(p) else torch.contiguous_format
                 state["master"] = torch.empty_like(p, dtype=torch.float32, memory_format=order).copy_(p.detach())
             self._state_of.append(state)
-        contiguous = [p.is_contiguous() and p.dtype == torch.float32 for p in self._own_params]
-        self._joint_calls = JointCalls(self._rule, contiguous)
+        whole = self._sharding is None
+        joinable = [whole and p.is_contiguous() and p.dtype == torch.float32 for p in self._own_params]
+        self._joint_calls = JointCalls(self._rule, joinable)
         state_dicts.expose(self)
         self._forms = [form_of(p) for p in self._own_params]
         self._addresses: list[int] = []
