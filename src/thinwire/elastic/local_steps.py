@@ -342,9 +342,9 @@ class ElasticLocalSteps(LocalSteps):
         exchanges = sum(self._exchanges)
         return self._version_of(exchanges) if exchanges else 0
 
-    def _weight(self, fragment: int) -> float:
+    def _weight(self, fragment: int, *, between: bool) -> float:
         if self._weighted:
-            return super()._weight(fragment)
+            return super()._weight(fragment, between=between)
         if self._contributors in (0, self._peers.size):
             return 1.0
         return 0.0 if self._newcomer else self._peers.size / self._contributors
