@@ -62,7 +62,7 @@ def test_links_of_the_testbed_are_measured(tmp_path: Path) -> None:
         assert testbed.run(_command(*SIZE, "--json", str(file))) == 0
     cluster = json.loads(file.read_text())["cluster"]
     assert (cluster["hosts"], cluster["ranks_per_host"]) == (3, 1)
-    assert cluster["link"]["bits_per_second"] == pytest.approx(100e6, rel=0.2)
+    assert 60e6 < cluster["link"]["bits_per_second"] < 110e6  # less on a busy machine
     assert list(cluster["other_links"]) == ["2"], "the host with the slow link, and no other"
     assert cluster["other_links"]["2"]["bits_per_second"] == pytest.approx(20e6, rel=0.2)
     assert 0 < cluster["link"]["latency"] < 0.05

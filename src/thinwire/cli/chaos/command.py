@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from thinwire._torch_compat import IMPORTED_BY_OPTIMIZERS
 from thinwire.cli.chaos.elastic import ElasticPlan, run_elastic
 from thinwire.cli.chaos.results import ChaosResults
 from thinwire.cli.chaos.run import ChaosRun, Limits, UnfinishedError
@@ -20,8 +21,7 @@ from thinwire.testbed import Testbed, TestbedUnavailable, parse_rate
 from thinwire.testbed.forkserver import ForkServer
 from thinwire.testbed.signals import signals_deferred
 
-# Making any torch optimizer imports torch._dynamo, which takes over a second.
-PRELOAD = ("thinwire.cli.chaos.worker", "torch._dynamo")
+PRELOAD = ("thinwire.cli.chaos.worker", IMPORTED_BY_OPTIMIZERS)
 
 
 def chaos(

@@ -9,6 +9,7 @@ over interpreters that only start.
 
 from __future__ import annotations
 
+import importlib
 import os
 import time
 from dataclasses import dataclass
@@ -16,15 +17,16 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
-
-# Making any torch optimizer imports it. Here it counts as what it is, a part of the imports.
-import torch._dynamo
 from torch import Tensor, nn
 from torchft.coordination import LighthouseServer
 
+from thinwire._torch_compat import IMPORTED_BY_OPTIMIZERS
 from thinwire.cli.chaos.elastic_results import OuterStep, Started
 from thinwire.cli.chaos.worker import digest
 from thinwire.elastic import ElasticLocalSteps
+
+# Here it counts as what it is, a part of the imports.
+importlib.import_module(IMPORTED_BY_OPTIMIZERS)
 
 PORT = 29510
 HEARTBEAT_TIMEOUT = 1.0
