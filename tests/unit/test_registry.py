@@ -34,7 +34,8 @@ def test_names_of_every_command() -> None:
 
 
 def test_names_of_averagings() -> None:
-    in_all = ["compress-int8", "compress-int4", "compress-int3", "compress-int2", "compress-topk", "compress-powersgd"]
+    names = ("int8", "int4", "int3", "int2", "int1", "topk", "gtopk", "powersgd")
+    in_all = [f"compress-{name}" for name in names]
     assert set(AVERAGINGS) == {*in_all, "compress-int4-delay"}
     for command in ALL_COMMANDS:
         added = [name for name in contenders(command) if name not in offered(command)]

@@ -73,6 +73,8 @@ class Averaging:
     """Whether it sends while backward runs."""
     studied: bool = True
     """Whether it takes part in `thinwire study`, with AdamW's settings."""
+    searches_rate: bool = False
+    """Whether it searches a learning rate there all the same: with few bits a smaller one may be better."""
     delay: int = 0
     """Of `thinwire.compress`."""
     commands: frozenset[Command] = COMMANDS
@@ -137,7 +139,9 @@ _ENTRIES = (
     Averaging("int4", delay=1, commands=frozenset({"bench step"})),
     Averaging("int3"),
     Averaging("int2"),
-    Averaging("topk", options={"ratio": 0.01}, studied=False),
+    Averaging("int1", searches_rate=True),
+    Averaging("topk", options={"ratio": 0.01}, searches_rate=True),
+    Averaging("gtopk", options={"ratio": 0.03}, searches_rate=True),
     Averaging("powersgd", options={"rank": 4}, overlaps=False, studied=False),
 )
 

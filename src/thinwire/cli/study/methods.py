@@ -114,7 +114,7 @@ def _registered(entry: Entry, search: Search) -> Method:
 
 
 def _averaged(entry: Averaging) -> Method:
-    """AdamW as it is: another setting would hide what the compressor changes."""
+    """AdamW as it is: another setting would hide what the compressor changes. Few bits may need another rate."""
     return replace(
         _ADAMW,
         name=entry.name,
@@ -124,6 +124,7 @@ def _averaged(entry: Averaging) -> Method:
         overlaps=entry.overlaps,
         more_betas=(),
         settings_of=_ADAMW.name,
+        searches_rate=entry.searches_rate,
         in_ddp=True,
     )
 
@@ -182,8 +183,12 @@ METHODS = {
             "sgdm", "SGDM", 0.2, ((0.9,), (0.8,), (0.95,)), _sgdm, decays=(1e-3, 0.0), only="pictures", in_ddp=False
         ),
         *_COMPRESSED,
-        # A delay may need a lower rate, so its cost is known at both.
-        *(_at_its_own_rate(method) for method in _COMPRESSED if method.fixed.get("delay")),
+        # A delay or few bits may need a lower rate, so the cost is known at both.
+        *(
+            _at_its_own_rate(method)
+            for method in _COMPRESSED
+            if method.fixed.get("delay") or method.name == "compress-int2"
+        ),
         Method("lion", "Distributed Lion", 5e-4, _LION, _plain(DistributedLion), in_ddp=False),
         Method(
             "demo",
