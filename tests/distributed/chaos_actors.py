@@ -53,7 +53,7 @@ class Actor:
             time.sleep(STEP_SECONDS)
             self.wait_for_the_others(step)
             report(self.channel, "step", step=step, digest=self.digest(step, restored))
-            if step % 5 == 0 and step > restored:
+            if step > restored:  # in every step: on a busy machine a fault may come in one of the first
                 if self.config.rank == 0:
                     written = self.on_stage / "checkpoint"
                     written.write_text(str(step))

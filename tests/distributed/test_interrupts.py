@@ -184,7 +184,7 @@ COMMANDS = {
 SECONDS_AFTER_THE_FIRST_CHILD = (0.0, 0.4, 1.0, 1.6, 2.3, 3.0)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     ("name", "seconds", "whole_group"),
     [
@@ -217,7 +217,8 @@ def assert_ctrl_c_ends(arguments: Sequence[str], seconds: float, folder: Path, *
     if arguments is DEMO_ON_HOSTS:
         skip_unless_available()
     with running(arguments, folder, own_group=True) as run:
-        assert eventually(lambda: len(run.pids()) >= 2, seconds=60)
+        assert eventually(lambda: len(run.pids()) >= 2 or run.process.poll() is not None, seconds=90)
+        assert run.process.poll() is None, run.process.communicate()[0].decode()
         time.sleep(seconds)
         if whole_group:
             os.killpg(run.process.pid, signal.SIGINT)
