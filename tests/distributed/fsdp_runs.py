@@ -38,6 +38,14 @@ class Block(nn.Module):
         return x + self.gain * self.down(torch.tanh(self.up(self.norm2(x))))
 
 
+class BlockWithoutKeyBias(Block):
+    """Attention does not depend on a bias of the keys. Its gradient is rounding error, and zero on some machines."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+
+
 class Checkpointed(Block):
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(super().forward, x, use_reentrant=False)
