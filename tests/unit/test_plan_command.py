@@ -225,3 +225,14 @@ def test_the_commit_round() -> None:
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in result.stdout.splitlines()[2:]]
     for latency, _, _, cost in rows:
         assert float(cost.split()[0]) >= float(latency.split()[0])
+
+
+def test_buckets() -> None:
+    """The committed page has what the command prints. More equal buckets take no longer."""
+    result = CliRunner().invoke(app, ["simulate", "buckets"])
+    assert result.exit_code == 0, result.output
+    page = (Path(__file__).parents[2] / "docs" / "scale.md").read_text(encoding="utf-8")
+    assert result.stdout in page
+    for line in result.stdout.splitlines()[2:]:
+        equal = [int(cell.replace(",", "")) for cell in line.split("|")[2:7]]
+        assert equal == sorted(equal, reverse=True)

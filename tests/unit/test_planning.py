@@ -405,3 +405,12 @@ def test_committed_measurements_are_predicted() -> None:
     assert len(errors) == 12
     assert statistics.median(map(abs, errors.values())) <= MEDIAN_BAR, errors
     assert max(map(abs, errors.values())) <= WORST_BAR, errors
+
+
+def test_buckets_of_given_shares() -> None:
+    """In the order of backward, each complete with its last gradient; a gradient may belong to two of them."""
+    workload = Workload(0.0, 4.0, tuple(Gradient(100, ready) for ready in (4.0, 3.0, 2.0, 1.0)))
+    found = [(bucket.elements, bucket.ready, bucket.parts) for bucket in workload.buckets_of((1, 2, 1))]
+    assert found == [(100, 1.0, 1), (200, 3.0, 2), (100, 4.0, 1)]
+    found = [(bucket.elements, bucket.ready, bucket.parts) for bucket in workload.buckets_of((3, 5))]
+    assert found == [(150, 2.0, 2), (250, 4.0, 3)]

@@ -53,6 +53,12 @@ _MESSAGE_BYTES_PART = 0.4
 """Of what a byte costs in an all-reduce, which also adds: sending it, or receiving it."""
 
 
+def benchmarked_costs() -> Costs:
+    """Costs of the machine of docs/benchmarks."""
+    kernels = {name: memcpys * MEMCPY for name, memcpys in KERNELS_IN_MEMCPYS.items()}
+    return Costs("the machine of docs/benchmarks", kernels, message=MESSAGE, exchange=EXCHANGE)
+
+
 def quick_costs() -> Costs:
     """Costs of this machine from a memcpy, with those of messages from the machine of docs/benchmarks."""
     return Costs(

@@ -65,6 +65,7 @@ def simulate_step(
     flat: bool = False,
     seed: int = 0,
     commits: bool = True,
+    shares: Sequence[float] | None = None,
 ) -> StepTime:
     """Simulate a step in which a method exchanges.
 
@@ -76,11 +77,14 @@ def simulate_step(
         flat: whether every rank is a worker. Otherwise every host is one, as thinwire does by default.
         seed: of the ranks' delays, if `cluster.spread` is above zero.
         commits: whether the exchange ends with a commit round, as it does; False to see what that costs.
+        shares: the share of each bucket, in the order of backward; None for the buckets that thinwire makes.
     """
     generator = random.Random(seed)
     draws = max(1, min(16, _DRAWS // cluster.world)) if cluster.spread else 1
+    buckets = None if shares is None else workload.buckets_of(shares)
     steps = [
-        _Step(workload, cluster, method, costs, flat, commits, _factors(cluster, generator)).run() for _ in range(draws)
+        _Step(workload, cluster, method, costs, flat, commits, _factors(cluster, generator), buckets).run()
+        for _ in range(draws)
     ]
     return StepTime(*(fmean(getattr(step, part) for step in steps) for part in ("total", "compute", "exposed_wait")))
 
@@ -141,6 +145,7 @@ class _Step:
         flat: bool,
         commits: bool,
         factors: list[float],
+        buckets: list[Bucket] | None,
     ) -> None:
         self._workload, self._cluster, self._method, self._costs = workload, cluster, method, costs
         self._factors, self._commits_at_end = factors, commits
@@ -156,7 +161,7 @@ class _Step:
         self._workers = cluster.world if flat else hosts
         self._remote = (hosts - 1) * (per_host if flat else 1)
         self._near = per_host - 1 if flat else 0
-        self._buckets = self._make_buckets()
+        self._buckets = self._make_buckets() if buckets is None else buckets
         count = range(len(self._buckets))
         # On GPUs a bucket is complete before the next one is sent.
         self._window = len(self._buckets) if costs.serial else method.window(len(self._buckets))

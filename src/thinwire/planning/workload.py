@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -112,6 +114,19 @@ class Workload:
             # Buckets are sent in the order of the layout, whatever the order of the gradients.
             latest = max(latest, *(ready[position] for position in bucket.slots))
             found.append(Bucket(bucket.shards * bucket.shard_words * WORD, latest, len(bucket.slots)))
+        return found
+
+    def buckets_of(self, shares: Sequence[float]) -> list[Bucket]:
+        """Buckets that have these shares of all elements, in the order in which backward computes gradients."""
+        gradients = sorted(self.gradients, key=lambda gradient: gradient.ready)
+        ends = list(itertools.accumulate(gradient.elements for gradient in gradients))
+        found: list[Bucket] = []
+        first = 0
+        for part in itertools.accumulate(shares):
+            stop = round(part / sum(shares) * self.elements)
+            inside = slice(bisect.bisect_right(ends, first), bisect.bisect_left(ends, stop) + 1)
+            found.append(Bucket(stop - first, gradients[inside][-1].ready, len(gradients[inside])))
+            first = stop
         return found
 
     def ddp_buckets(self) -> list[Bucket]:

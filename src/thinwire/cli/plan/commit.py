@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from thinwire.planning.calibration import EXCHANGE, KERNELS_IN_MEMCPYS, MEMCPY, MESSAGE
+from thinwire.cli.plan import markdown as md
+from thinwire.planning.calibration import benchmarked_costs
 from thinwire.planning.cluster import Cluster, Link
-from thinwire.planning.costs import Costs
 from thinwire.planning.methods import METHODS
 from thinwire.planning.step import simulate_step
 from thinwire.planning.workload import Workload
@@ -18,12 +18,11 @@ COMPARED = ("birder",)
 
 def markdown() -> str:
     """The table of docs/scale.md."""
-    kernels = {name: memcpys * MEMCPY for name, memcpys in KERNELS_IN_MEMCPYS.items()}
-    costs = Costs("the machine of docs/benchmarks", kernels, message=MESSAGE, exchange=EXCHANGE)
+    costs = benchmarked_costs()
     workload = Workload.of_size(ELEMENTS, SECONDS)
     titles = [METHODS[name].title for name in COMPARED]
     columns = [column for title in titles for column in (title, f"{title}, without commit", "cost")]
-    lines = [_row(["latency, one way", *columns]), _row(["---:"] * (1 + len(columns)))]
+    lines = md.heading(["latency, one way", *columns], first="---:")
     for latency in LATENCIES:
         cluster = Cluster(HOSTS, 1, Link(RATE, latency), cores=CORES)
         row = [f"{1e3 * latency:g} ms"]
@@ -33,9 +32,5 @@ def markdown() -> str:
                 for commits in (True, False)
             )
             row += [f"{1e3 * seconds:.1f} ms" for seconds in (with_commit, without, with_commit - without)]
-        lines.append(_row(row))
+        lines.append(md.row(row))
     return "\n".join(lines) + "\n"
-
-
-def _row(cells: list[str]) -> str:
-    return "| " + " | ".join(cells) + " |"

@@ -5,11 +5,12 @@ The papers' own clusters are not at hand. Their compute times are inputs here, e
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from thinwire.planning.calibration import EXCHANGE, KERNELS_IN_MEMCPYS, MEMCPY, MESSAGE
+from thinwire.cli.plan import markdown as md
+from thinwire.planning.calibration import benchmarked_costs
 from thinwire.planning.cluster import NVLINK, Cluster, Link
 from thinwire.planning.costs import Costs
 from thinwire.planning.methods import DENSE_WARM_UP, METHODS, RECOMMENDED_INTERVAL, Method, local_steps
@@ -129,8 +130,7 @@ def scalings() -> Iterator[Scaling]:
     """BERT-Base on GPUs in a data centre, on GPUs at sites on the internet, and on CPUs."""
     case = CASES[3]
     gpu = Costs.of_gpu("v100")
-    kernels = {name: memcpys * MEMCPY for name, memcpys in KERNELS_IN_MEMCPYS.items()}
-    cpu = Costs("the machine of docs/benchmarks", kernels, message=MESSAGE, exchange=EXCHANGE)
+    cpu = benchmarked_costs()
     data_centre = papers_cluster(1e10)
     internet = Cluster(HOSTS, 1, INTERNET, NVLINK, all_reduce="nccl")
     cpus = Cluster(HOSTS, 1, Link(1e10, LATENCY), cores=4, all_reduce="gloo")
@@ -160,30 +160,22 @@ def markdown() -> str:
     """The tables of docs/scale.md."""
     parts = ["### 8 hosts of 8 GPUs: speed-up over DDP in fp32", ""]
     titles = [method.title for method, _ in METHODS_COMPARED]
-    parts += _rows(["model, GPU", "link", "compute", *titles, "Birder paper"])
+    parts += md.heading(["model, GPU", "link", "compute", *titles, "Birder paper"])
     for case in CASES:
         for rate in RATES:
             found = predictions(case, rate)
             claim = f"{case.claim:g}" if rate == 1e10 else ""
             cells = [f"{prediction.speed_up:.2f}" for prediction in found]
             first = [f"{case.model}, {case.setting}", f"{rate / 1e9:g} Gbit/s", f"{1e3 * case.seconds:.0f} ms"]
-            parts.append(_row([*first, *cells, claim]))
+            parts.append(md.row([*first, *cells, claim]))
     parts += ["", "Compute times:", ""]
     parts += [f"* {case.model}, {case.setting}: {1e3 * case.seconds:.0f} ms. {case.source}." for case in CASES]
     for scaling in scalings():
         parts += ["", f"### {scaling.title}: ms per step", "", f"{scaling.explanation}.", ""]
-        parts += _rows(["hosts", *scaling.steps])
+        parts += md.heading(["hosts", *scaling.steps])
         for position, hosts in enumerate(scaling.hosts):
-            parts.append(_row([f"{hosts:,}", *(f"{1e3 * steps[position]:,.0f}" for steps in scaling.steps.values())]))
+            parts.append(md.row([f"{hosts:,}", *(f"{1e3 * steps[position]:,.0f}" for steps in scaling.steps.values())]))
     return "\n".join(parts) + "\n"
-
-
-def _row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
-
-
-def _rows(heading: Sequence[str]) -> list[str]:
-    return [_row(heading), _row(["---"] + ["---:"] * (len(heading) - 1))]
 
 
 def write_figure(path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from thinwire.cli.options import output_file
+from thinwire.cli.plan import buckets as bucket_table
 from thinwire.cli.plan import commit as commit_table
 from thinwire.cli.plan import papers as paper_tables
 
@@ -29,3 +30,9 @@ def papers(
 def commit() -> None:
     """Predict what the commit round costs on links with latency, as Markdown: 4 hosts, 7.2 M parameters, 1 Gbit/s."""
     typer.echo(commit_table.markdown(), nl=False)
+
+
+@app.command()
+def buckets() -> None:
+    """Predict steps with models cut into buckets in several ways, as Markdown: 4 hosts, 7.2 M and 50 M parameters."""
+    typer.echo(bucket_table.markdown(), nl=False)
