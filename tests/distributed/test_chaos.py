@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from tests.distributed.chaos_actors import act
@@ -154,6 +155,13 @@ def test_episodes_depend_on_the_seed_only() -> None:
         able = {name for name, subject in subjects().items() if subject.runs_in_nodes}
         assert in_nodes == (able if hosts == 4 else set())
     assert next(episodes(5, 4)) != next(episodes(6, 4))
+
+
+@pytest.mark.parametrize(("name", "expected"), [("local-cser", [4, 8]), ("local-int4", []), ("local-streaming", [])])
+def test_steps_with_two_exchanges(name: str, expected: list[int]) -> None:
+    """If the second one fails, the first one has changed what all ranks agree on."""
+    trained = subjects()[name].prepare(torch.nn.Linear(3, 2), bucket_mb=1.0)
+    assert [step for step in range(1, 9) if trained.exchanges_twice(step)] == expected
 
 
 def test_some_gradients_are_not_finite() -> None:

@@ -49,6 +49,10 @@ class Trained(ABC):
         """Inside, the parameters have the values that only an exchange changes, and no exchange that fails."""
         return nullcontext()
 
+    def exchanges_twice(self, step: int) -> bool:
+        """Whether a step has two exchanges, of which the first one may succeed although the second one fails."""
+        return False
+
     def finish(self) -> None:  # noqa: B027 - most are equal after every step
         """Make all replicas equal."""
 
@@ -144,12 +148,19 @@ class CompressedSubject(Subject):
         return _CompressedTrained(model, torch.optim.AdamW(model.parameters(), lr=_LR), compression)
 
 
+@dataclass(frozen=True)
 class _LocalTrained(Trained):
+    twice_every: int = 0
+    """The steps between two that have two exchanges; 0 if none has."""
+
     def step(self) -> bool:
         return _skips(self._local.step, self._local.metrics)
 
     def agreed(self) -> AbstractContextManager[None]:
         return self._local.at_reference()
+
+    def exchanges_twice(self, step: int) -> bool:
+        return bool(self.twice_every) and step % self.twice_every == 0
 
     def finish(self) -> None:
         self._local.synchronize()
@@ -169,12 +180,15 @@ class LocalSubject(Subject):
     every: int
     pace: int = 8
     runs_in_nodes: bool = True
+    exchanges_every_step: bool = False
+    """Whether inner steps exchange too."""
 
     def prepare(self, net: nn.Module, bucket_mb: float) -> Trained:
         """See `Subject`."""
         inner = torch.optim.AdamW(net.parameters(), lr=_LR)
         wire: dict[str, Any] = {"bucket_mb": bucket_mb, "check_replicas_every": _REPLICA_CHECK}
-        return _LocalTrained(net, thinwire.LocalSteps.from_profile(self.profile, inner, every=self.every, **wire))
+        local = thinwire.LocalSteps.from_profile(self.profile, inner, every=self.every, **wire)
+        return _LocalTrained(net, local, twice_every=self.every if self.exchanges_every_step else 0)
 
 
 _COMPRESSED = (
@@ -190,8 +204,8 @@ _LOCAL = (
     LocalSubject("local-int4", "diloco-int4", every=7),
     LocalSubject("local-streaming", "streaming-int4", every=25),
     LocalSubject("local-sparse", "sparse-loco", every=6),
-    # It exchanges every step, and its workers are single ranks.
-    LocalSubject("local-cser", "cser", every=4, pace=1, runs_in_nodes=False),
+    # Its workers are single ranks.
+    LocalSubject("local-cser", "cser", every=4, pace=1, runs_in_nodes=False, exchanges_every_step=True),
 )
 
 

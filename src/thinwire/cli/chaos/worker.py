@@ -125,7 +125,7 @@ class _Run:
         self._poison: tuple[str, float] | None = None
         self._digest = ""
         self._agreed: str | None = None
-        """The digest of what all ranks agree on; None at the end, when it may change in parts."""
+        """The digest of what all ranks agree on; None while it may change in parts."""
         for name, parameter in self._net.named_parameters():
             parameter.register_hook(self._poisoner(name))
         restored = checkpoint.load(
@@ -160,6 +160,8 @@ class _Run:
             if self._channel.poll():
                 _corrupt_a_packet(random.Random(self._channel.recv()), self._channel)
             self._poison = episode.poison(rank, step)
+            if trained.exchanges_twice(step):
+                self._agreed = None
             trained.model(episode.batch(rank, step)).backward()
             self._skipped += trained.step()
             trained.optimizer.zero_grad()
