@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,11 @@ from tests.distributed.common import (
     token_net,
 )
 from tests.distributed.fsdp_runs import locals_of, loss_of, mesh_of, sharded
-from tests.distributed.oracle_cases import OracleCase, assert_runs_are_the_oracle
+from tests.distributed.oracle_cases import (
+    OracleCase,
+    assert_hierarchical_runs_are_the_oracle,
+    assert_runs_are_the_oracle,
+)
 from tests.distributed.scenarios import (
     SEED,
     SHAPES,
@@ -92,20 +97,42 @@ def _assert_it_is_the_oracle(scenario: Scenario, ranks: Sequence[dict[str, Any]]
         assert of_rank["skipped"] == sum(skipped[:-1])
 
 
-ONE_BIT_ADAM: dict[str, Any] = {"betas": (0.9, 0.8), "warmup_steps": 6}
+WARM_UP: dict[str, Any] = {"betas": (0.9, 0.8), "warmup_steps": 6}
+BETAS: dict[str, Any] = {"betas": (0.9, 0.8)}
+OTHERS: dict[str, OracleCase] = {
+    "1-bit Adam": OracleCase(thinwire.OneBitAdam, options={**WARM_UP, **PAPER}),
+    "1-bit Adam, 4-bit warm-up": OracleCase(thinwire.OneBitAdam, options={**WARM_UP, **PAPER, "warmup_bits": 4}),
+    "1-bit LAMB": OracleCase(thinwire.OneBitLamb, options=WARM_UP),
+    "LAMB": OracleCase(thinwire.Lamb, options=BETAS),
+    "CD-Adam": OracleCase(thinwire.CDAdam, options=BETAS),
+    "CD-Adam, momenta": OracleCase(thinwire.CDAdam, options={**BETAS, "compress": "momentum"}),
+    "CD-Adam, top-k": OracleCase(thinwire.CDAdam, options={**BETAS, "codec": "topk", "ratio": 0.1}),
+}
+OF_OTHERS: dict[str, dict[str, Any]] = {
+    "schedule": {"scenario": Scenario(schedule=ramp)},
+    "partly absent": {"scenario": Scenario(partly_absent)},
+    "sometimes nonfinite": {"scenario": Scenario(sometimes_nonfinite)},
+    "many buckets": {"scenario": Scenario(rows_untouched), "bucket_elements": 300},
+    "synchronized": {"scenario": Scenario(schedule=ramp), "synchronize_after": (1, 8, 9, 15)},
+}
 
 
-def test_onebit_adam_is_the_oracle() -> None:
-    options = {**ONE_BIT_ADAM, **PAPER, "delay": 1}
-    scenarios = {
-        "schedule": Scenario(schedule=ramp),
-        "partly absent": Scenario(partly_absent),
-        "sometimes nonfinite": Scenario(sometimes_nonfinite),
+def _delayed(*names: str) -> dict[str, OracleCase]:
+    return {
+        f"{other}, {name}": replace(case, **OF_OTHERS[name]).with_options(delay=1)
+        for other, case in OTHERS.items()
+        for name in names or OF_OTHERS
     }
-    cases = {name: OracleCase(thinwire.OneBitAdam, scenario, options) for name, scenario in scenarios.items()}
-    cases["many buckets"] = OracleCase(thinwire.OneBitAdam, Scenario(rows_untouched), options, bucket_elements=300)
-    cases["4-bit warm-up"] = OracleCase(thinwire.OneBitAdam, options={**options, "warmup_bits": 4})
-    assert_runs_are_the_oracle(cases, 3)
+
+
+def test_the_others_are_their_oracles() -> None:
+    assert_runs_are_the_oracle(_delayed(), 3)
+
+
+def test_the_others_are_their_oracles_on_other_grids() -> None:
+    assert_runs_are_the_oracle(_delayed("sometimes nonfinite"), 2)
+    assert_hierarchical_runs_are_the_oracle(_delayed("partly absent", "sometimes nonfinite"), 2, 2)
+    assert_hierarchical_runs_are_the_oracle(_delayed("partly absent", "sometimes nonfinite"), 1, 2)
 
 
 # The same bits, however gradients come ------------------------------------------------------------------------------
@@ -146,7 +173,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "Birder, accumulating": {"options": {}, "passes": 2},
     "Distributed Lion": {"options": {}, "optimizer": thinwire.DistributedLion},
     "1-bit Adam": {
-        "options": {**ONE_BIT_ADAM, "warmup_steps": 2, "betas": (0.9, 0.5)},
+        "options": {**WARM_UP, "warmup_steps": 2, "betas": (0.9, 0.5)},
         "optimizer": thinwire.OneBitAdam,
     },
 }
