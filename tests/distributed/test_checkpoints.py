@@ -36,12 +36,14 @@ def stop_and_resume(rank: int, world_size: int, case: Case, path: Path) -> dict[
     second = Run(case, rank, seed=99, loads=True)
     found = second.load(path)
     assert found is not None
+    resumed = second.train(case.steps)
     return {
+        "states": (first.state(), second.state()),
         "synchronized": synchronized,
         "replica": replica,
         "never_stopped": never_stopped,
         "loaded": (found.path, found.step, found.extra["rank"], found.exact),
-        "resumed": second.train(case.steps),
+        "resumed": resumed,
     }
 
 
@@ -89,6 +91,7 @@ def test_resuming_is_never_having_stopped(grid: str, case: str, tmp_path: Path) 
     final = tmp_path / f"000001-step-{CASES[case].saved_at}"
     for rank, outcome in enumerate(outcomes):
         assert outcome["resumed"] == outcome["never_stopped"]
+        assert outcome["states"][0] == outcome["states"][1]
         assert len(set(outcome["resumed"])) == CASES[case].steps
         assert outcome["loaded"] == (final, CASES[case].saved_at, rank, True)
         delayed = "delayed" in case

@@ -156,8 +156,8 @@ class SketchedAMSGradRule(UpdateRule):
     seed: int
 
     no_delay = (
-        "SketchedAMSGrad exchanges twice per step, and the second exchange needs the answer of the first. The next step "
-        "would have to wait for the first, and then for the whole second one"
+        "SketchedAMSGrad exchanges twice per step, and the second exchange needs the answer of the first. The next "
+        "step would have to wait for the first, and then for all of the second"
     )
     needs_whole = "the largest elements of whole gradients"
 
