@@ -45,7 +45,7 @@ from tests.distributed.scenarios import (
     run_birder,
     sometimes_nonfinite,
 )
-from tests.distributed.stages import PAPER
+from tests.distributed.stages import PAPER, noise, parameters
 from tests.harness import run_ranks, run_ranks_expecting_errors
 from tests.oracles.delayed_birder import DelayedBirderOracle
 from tests.oracles.flat_space import Group
@@ -223,6 +223,28 @@ def test_nodes_change_no_bit() -> None:
         found = by_case(run_nodes(each_case, *nodes_and_ranks, _train, cases, timeout=MANY_CASES_SECONDS))
         for case, ranks in found.items():
             assert ranks == [found[f"{case.partition(':')[0]}: plain"][0]] * len(ranks), case
+
+
+def _contractions(rank: int, world_size: int, delay: int) -> list[float]:
+    params = parameters((13, 21), (130,))
+    optimizer = thinwire.CDAdam(params, delay=delay)
+    seen = []
+    for step in range(5):
+        for index, p in enumerate(params):
+            p.grad = noise(tuple(p.shape), rank, step, index)
+        optimizer.step()
+        seen.append(optimizer.metrics().contraction)  # with a delay, lanes still send
+    return seen
+
+
+def _contractions_of_both(rank: int, world_size: int) -> tuple[list[float], list[float]]:
+    return _contractions(rank, world_size, 0), _contractions(rank, world_size, 1)
+
+
+def test_the_contraction_is_that_of_the_message_under_way() -> None:
+    for at_once, delayed in run_ranks(_contractions_of_both, 2):
+        assert at_once == delayed
+        assert len(set(at_once)) == len(at_once)
 
 
 # Compressed averaging -----------------------------------------------------------------------------------------------
