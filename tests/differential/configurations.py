@@ -234,7 +234,7 @@ def _of_onebit_adam(draw: Draw, model: Model) -> Options:
 
 
 def _of_onebit_lamb(draw: Draw, model: Model) -> Options:
-    return _warm_up(draw)
+    return {**_warm_up(draw), "delay": int(draw.random() < 0.25)}
 
 
 def _of_zero_one(draw: Draw, model: Model) -> Options:
@@ -255,6 +255,7 @@ def _of_cd_adam(draw: Draw, model: Model) -> Options:
         "ratio": draw.choice((0.01, 0.1, 1.0)),
         "compress": draw.choice(("gradient", "momentum")),
         "betas": draw.choice((None, (0.9, 0.9), (0.0, 0.99))),
+        "delay": int(draw.random() < 0.25),
     }
 
 
@@ -268,7 +269,11 @@ def _of_sketched(draw: Draw, model: Model) -> Options:
 
 
 def _of_lamb(draw: Draw, model: Model) -> Options:
-    return {"betas": draw.choice(((0.9, 0.9), (0.0, 0.999))), "max_coeff": draw.choice((1.0, 10.0))}
+    return {
+        "betas": draw.choice(((0.9, 0.9), (0.0, 0.999))),
+        "max_coeff": draw.choice((1.0, 10.0)),
+        "delay": int(draw.random() < 0.25),
+    }
 
 
 _OF_OPTIMIZERS: Mapping[type, Callable[[Draw, Model], Options]] = {

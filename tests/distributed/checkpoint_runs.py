@@ -90,9 +90,14 @@ class Run:
 
     def now(self) -> str:
         tensors = [*self.net.state_dict().values()]
-        for p in self.net.parameters():
-            tensors += [value for _, value in sorted(self.optimizer.state[p].items())]
+        if not self.case.options.get("delay"):  # otherwise lanes may be writing to the state
+            for p in self.net.parameters():
+                tensors += [value for _, value in sorted(self.optimizer.state[p].items())]
         return digest(tensors)
+
+    def state(self) -> str:
+        states = self.optimizer._state_of_this_rank()["state"]  # waits for the exchange in flight
+        return digest(value for of_one in states.values() for _, value in sorted(of_one.items()))
 
     def replica(self) -> str:
         return digest(self.net.parameters())

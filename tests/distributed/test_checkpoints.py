@@ -17,6 +17,7 @@ import torch
 import thinwire
 from tests.distributed.checkpoint_runs import ZERO_ONE, Case, Run, listed
 from tests.distributed.common import in_nodes
+from tests.distributed.stages import WARM_UP
 from tests.forgeries import Malicious, forge
 from tests.harness import run_ranks, run_ranks_expecting_errors
 from thinwire import checkpoint
@@ -35,12 +36,14 @@ def stop_and_resume(rank: int, world_size: int, case: Case, path: Path) -> dict[
     second = Run(case, rank, seed=99, loads=True)
     found = second.load(path)
     assert found is not None
+    resumed = second.train(case.steps)
     return {
+        "states": (first.state(), second.state()),
         "synchronized": synchronized,
         "replica": replica,
         "never_stopped": never_stopped,
         "loaded": (found.path, found.step, found.extra["rank"], found.exact),
-        "resumed": second.train(case.steps),
+        "resumed": resumed,
     }
 
 
@@ -56,6 +59,10 @@ CASES = {
     "0/1 adam, apart, attached": Case(thinwire.ZeroOneAdam, ZERO_ONE, attach=True, saved_at=20, steps=6),
     "0/1 adam, apart, bfloat16": Case(thinwire.ZeroOneAdam, ZERO_ONE, dtype=torch.bfloat16, saved_at=20, steps=6),
     "cd-adam": Case(thinwire.CDAdam),
+    "cd-adam, delayed, attached": Case(thinwire.CDAdam, {"delay": 1}, attach=True),
+    "cd-adam, top-k, delayed": Case(thinwire.CDAdam, {"delay": 1, "codec": "topk", "ratio": 0.1}),
+    "lamb, delayed, attached": Case(thinwire.Lamb, {"delay": 1}, attach=True),
+    "1-bit lamb, delayed": Case(thinwire.OneBitLamb, {**WARM_UP, "delay": 1, "lr": 0.02}, saved_at=12),
     "sketched amsgrad": Case(thinwire.SketchedAMSGrad),
 }
 
@@ -64,7 +71,16 @@ GRIDS = {"1": (1, 1), "3": (3, 1), "2x2": (2, 2)}
 PLACES = [
     ("1", "birder"),
     *[("3", case) for case in CASES],
-    *[("2x2", case) for case in ("birder, attached", "0/1 adam, apart, attached", "0/1 adam", "cd-adam")],
+    *[
+        ("2x2", case)
+        for case in (
+            "birder, attached",
+            "0/1 adam, apart, attached",
+            "0/1 adam",
+            "cd-adam",
+            "cd-adam, delayed, attached",
+        )
+    ],
 ]
 
 
@@ -75,6 +91,7 @@ def test_resuming_is_never_having_stopped(grid: str, case: str, tmp_path: Path) 
     final = tmp_path / f"000001-step-{CASES[case].saved_at}"
     for rank, outcome in enumerate(outcomes):
         assert outcome["resumed"] == outcome["never_stopped"]
+        assert outcome["states"][0] == outcome["states"][1]
         assert len(set(outcome["resumed"])) == CASES[case].steps
         assert outcome["loaded"] == (final, CASES[case].saved_at, rank, True)
         delayed = "delayed" in case

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,11 @@ from tests.distributed.common import (
     token_net,
 )
 from tests.distributed.fsdp_runs import locals_of, loss_of, mesh_of, sharded
-from tests.distributed.oracle_cases import OracleCase, assert_runs_are_the_oracle
+from tests.distributed.oracle_cases import (
+    OracleCase,
+    assert_hierarchical_runs_are_the_oracle,
+    assert_runs_are_the_oracle,
+)
 from tests.distributed.scenarios import (
     SEED,
     SHAPES,
@@ -40,7 +45,7 @@ from tests.distributed.scenarios import (
     run_birder,
     sometimes_nonfinite,
 )
-from tests.distributed.stages import PAPER
+from tests.distributed.stages import PAPER, noise, parameters
 from tests.harness import run_ranks, run_ranks_expecting_errors
 from tests.oracles.delayed_birder import DelayedBirderOracle
 from tests.oracles.flat_space import Group
@@ -92,20 +97,42 @@ def _assert_it_is_the_oracle(scenario: Scenario, ranks: Sequence[dict[str, Any]]
         assert of_rank["skipped"] == sum(skipped[:-1])
 
 
-ONE_BIT_ADAM: dict[str, Any] = {"betas": (0.9, 0.8), "warmup_steps": 6}
+WARM_UP: dict[str, Any] = {"betas": (0.9, 0.8), "warmup_steps": 6}
+BETAS: dict[str, Any] = {"betas": (0.9, 0.8)}
+OTHERS: dict[str, OracleCase] = {
+    "1-bit Adam": OracleCase(thinwire.OneBitAdam, options={**WARM_UP, **PAPER}),
+    "1-bit Adam, 4-bit warm-up": OracleCase(thinwire.OneBitAdam, options={**WARM_UP, **PAPER, "warmup_bits": 4}),
+    "1-bit LAMB": OracleCase(thinwire.OneBitLamb, options=WARM_UP),
+    "LAMB": OracleCase(thinwire.Lamb, options=BETAS),
+    "CD-Adam": OracleCase(thinwire.CDAdam, options=BETAS),
+    "CD-Adam, momenta": OracleCase(thinwire.CDAdam, options={**BETAS, "compress": "momentum"}),
+    "CD-Adam, top-k": OracleCase(thinwire.CDAdam, options={**BETAS, "codec": "topk", "ratio": 0.1}),
+}
+OF_OTHERS: dict[str, dict[str, Any]] = {
+    "schedule": {"scenario": Scenario(schedule=ramp)},
+    "partly absent": {"scenario": Scenario(partly_absent)},
+    "sometimes nonfinite": {"scenario": Scenario(sometimes_nonfinite)},
+    "many buckets": {"scenario": Scenario(rows_untouched), "bucket_elements": 300},
+    "synchronized": {"scenario": Scenario(schedule=ramp), "synchronize_after": (1, 8, 9, 15)},
+}
 
 
-def test_onebit_adam_is_the_oracle() -> None:
-    options = {**ONE_BIT_ADAM, **PAPER, "delay": 1}
-    scenarios = {
-        "schedule": Scenario(schedule=ramp),
-        "partly absent": Scenario(partly_absent),
-        "sometimes nonfinite": Scenario(sometimes_nonfinite),
+def _delayed(*names: str) -> dict[str, OracleCase]:
+    return {
+        f"{other}, {name}": replace(case, **OF_OTHERS[name]).with_options(delay=1)
+        for other, case in OTHERS.items()
+        for name in names or OF_OTHERS
     }
-    cases = {name: OracleCase(thinwire.OneBitAdam, scenario, options) for name, scenario in scenarios.items()}
-    cases["many buckets"] = OracleCase(thinwire.OneBitAdam, Scenario(rows_untouched), options, bucket_elements=300)
-    cases["4-bit warm-up"] = OracleCase(thinwire.OneBitAdam, options={**options, "warmup_bits": 4})
-    assert_runs_are_the_oracle(cases, 3)
+
+
+def test_the_others_are_their_oracles() -> None:
+    assert_runs_are_the_oracle(_delayed(), 3)
+
+
+def test_the_others_are_their_oracles_on_other_grids() -> None:
+    assert_runs_are_the_oracle(_delayed("sometimes nonfinite"), 2)
+    assert_hierarchical_runs_are_the_oracle(_delayed("partly absent", "sometimes nonfinite"), 2, 2)
+    assert_hierarchical_runs_are_the_oracle(_delayed("partly absent", "sometimes nonfinite"), 1, 2)
 
 
 # The same bits, however gradients come ------------------------------------------------------------------------------
@@ -130,8 +157,7 @@ def _train(rank: int, world_size: int, run: Mapping[str, Any]) -> list[str]:
         if step == run.get("look_at"):
             optimizer.state_dict()  # ends the exchange in flight, on one rank earlier than on the others
         digests.append(digest(net.parameters()))
-        if "betas" not in run["options"]:  # 1-bit Adam, whose warm-up has no delay
-            assert not optimizer.is_synchronized
+        assert optimizer.is_synchronized == (step < run.get("warm_up", 0))
     assert not optimizer.is_synchronized
     optimizer.synchronize()
     assert optimizer.is_synchronized
@@ -139,15 +165,25 @@ def _train(rank: int, world_size: int, run: Mapping[str, Any]) -> list[str]:
     return digests
 
 
+TWO_STEPS: dict[str, Any] = {"options": {"warmup_steps": 2, "betas": (0.9, 0.5)}, "warm_up": 2, "scales": True}
+"""A warm-up of so many steps. Scales belong to shards of buckets."""
 RUNS: dict[str, dict[str, Any]] = {
     "Birder": {"options": {}},
     "Birder, votes, bfloat16": {"options": {"downlink": "votes"}, "dtype": torch.bfloat16},
     "Birder, clipped": {"options": {"clip_norm": 0.1}},
     "Birder, accumulating": {"options": {}, "passes": 2},
     "Distributed Lion": {"options": {}, "optimizer": thinwire.DistributedLion},
-    "1-bit Adam": {
-        "options": {**ONE_BIT_ADAM, "warmup_steps": 2, "betas": (0.9, 0.5)},
-        "optimizer": thinwire.OneBitAdam,
+    "1-bit Adam": {**TWO_STEPS, "optimizer": thinwire.OneBitAdam},
+    "1-bit LAMB": {**TWO_STEPS, "optimizer": thinwire.OneBitLamb},
+    "LAMB": {"options": {}, "optimizer": thinwire.Lamb},
+    "LAMB, bfloat16": {"options": {}, "optimizer": thinwire.Lamb, "dtype": torch.bfloat16},
+    "CD-Adam": {"options": {}, "optimizer": thinwire.CDAdam, "scales": True},
+    "CD-Adam, accumulating": {"options": {}, "optimizer": thinwire.CDAdam, "scales": True, "passes": 2},
+    "CD-Adam, top-k": {
+        "options": {"codec": "topk", "ratio": 0.1},
+        "optimizer": thinwire.CDAdam,
+        "scales": True,
+        "dtype": torch.bfloat16,
     },
 }
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -161,7 +197,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def test_overlap_and_buckets_change_no_bit() -> None:
     cases = {}
     for (name, run), (variant, change) in itertools.product(RUNS.items(), VARIANTS.items()):
-        if name != "1-bit Adam" or "bucket_mb" not in change:  # its scales are those of shards
+        if "scales" not in run or "bucket_mb" not in change:
             options = {**run["options"], "bucket_mb": change.get("bucket_mb")}
             cases[f"{name}: {variant}"] = {**run, **change, "options": options}
     found = by_case(run_ranks(each_case, 3, _train, cases, timeout=MANY_CASES_SECONDS))
@@ -169,19 +205,46 @@ def test_overlap_and_buckets_change_no_bit() -> None:
         assert ranks == [found[f"{case.partition(':')[0]}: plain"][0]] * 3, case
     for name, run in RUNS.items():
         plain = found[f"{name}: plain"]
-        # All but the first delayed step move something. Of 1-bit Adam, two others come before it.
-        assert len(set(plain[0])) == (6 if name == "1-bit Adam" else 7), name
+        # All but the first delayed step move something. It is the first of all, unless a warm-up comes before it.
+        assert len(set(plain[0])) == (6 if "warm_up" in run else 7), name
         if "passes" not in run:
             assert virtual.run_workers(3, _train, run) == plain, name
 
 
 def test_nodes_change_no_bit() -> None:
-    nodes = {"options": {"topology": "hierarchical"}}
-    cases = {"plain": nodes, "attached": {**nodes, "attach": True, "options": {**nodes["options"], "bucket_mb": 0.01}}}
     for nodes_and_ranks in ((2, 2), (1, 2)):
-        found = by_case(run_nodes(each_case, *nodes_and_ranks, _train, cases))
-        assert found["plain"] == found["attached"]
-        assert all(of_rank == found["plain"][0] for of_rank in found["plain"])
+        cases = {}
+        for name in ("Birder", "LAMB", "1-bit LAMB", "CD-Adam", "CD-Adam, top-k"):
+            if nodes_and_ranks == (2, 2) or "warm_up" not in RUNS[name]:  # which never ends in a single node
+                run = {**RUNS[name], "options": {**RUNS[name]["options"], "topology": "hierarchical"}}
+                small = {} if "scales" in run else {"bucket_mb": 0.01}
+                cases[f"{name}: plain"] = run
+                cases[f"{name}: attached"] = {**run, "attach": True, "options": {**run["options"], **small}}
+        found = by_case(run_nodes(each_case, *nodes_and_ranks, _train, cases, timeout=MANY_CASES_SECONDS))
+        for case, ranks in found.items():
+            assert ranks == [found[f"{case.partition(':')[0]}: plain"][0]] * len(ranks), case
+
+
+def _contractions(rank: int, world_size: int, delay: int) -> list[float]:
+    params = parameters((13, 21), (130,))
+    optimizer = thinwire.CDAdam(params, delay=delay)
+    seen = []
+    for step in range(5):
+        for index, p in enumerate(params):
+            p.grad = noise(tuple(p.shape), rank, step, index)
+        optimizer.step()
+        seen.append(optimizer.metrics().contraction)  # with a delay, lanes still send
+    return seen
+
+
+def _contractions_of_both(rank: int, world_size: int) -> tuple[list[float], list[float]]:
+    return _contractions(rank, world_size, 0), _contractions(rank, world_size, 1)
+
+
+def test_the_contraction_is_that_of_the_message_under_way() -> None:
+    for at_once, delayed in run_ranks(_contractions_of_both, 2):
+        assert at_once == delayed
+        assert len(set(at_once)) == len(at_once)
 
 
 # Compressed averaging -----------------------------------------------------------------------------------------------
@@ -350,9 +413,12 @@ def test_a_lost_rank_is_an_error_on_all_others(kind: str) -> None:
     assert time.monotonic() - begin < 20.0
 
 
-def _trained(rank: int, steps: int, *, attach: bool = False, delay: int = 1) -> tuple[nn.Module, WireOptimizer]:
+def _trained(
+    rank: int, steps: int, *, attach: bool = False, delay: int = 1, of: str = "Birder"
+) -> tuple[nn.Module, WireOptimizer]:
     net = token_net()
-    optimizer = thinwire.Birder(net.parameters(), lr=1e-2, delay=delay)
+    run = RUNS[of]
+    optimizer = run.get("optimizer", thinwire.Birder)(net.parameters(), lr=1e-2, delay=delay, **run["options"])
     model = DDP(net) if attach else net
     if isinstance(model, DDP):
         thinwire.attach(model, optimizer)
@@ -372,19 +438,39 @@ def _state(optimizer: WireOptimizer) -> str:
     return digest(entry for of_one in states.values() for _, entry in sorted(of_one.items()))
 
 
-def _end_in_flight(rank: int, world_size: int) -> None:
-    model, optimizer = _trained(rank, 3)
+def _end_in_flight(rank: int, world_size: int, of: str) -> None:
+    model, optimizer = _trained(rank, 3, of=of)
     expected = _state(optimizer) if rank == 1 else None  # on one rank only
     _step(model, optimizer, rank, 3)
     after_four = _state(optimizer)
-    _, closed = _trained(rank, 3)
+    _, closed = _trained(rank, 3, of=of)
     closed.close()
     assert expected is None or _state(closed) == expected
     with pytest.raises(RuntimeError, match="is closed"):
         _step(model, closed, rank, 3)
-    _, loaded = _trained(rank, 2)
+    model.zero_grad()
+    other, loaded = _trained(rank, 2, of=of)
+    other.load_state_dict(model.state_dict())
     loaded.load_state_dict(optimizer.state_dict())  # with another exchange in flight
     assert _state(loaded) == after_four
+    for step in (4, 5):  # the first of them applies the answer that was loaded
+        _step(model, optimizer, rank, step)
+        _step(other, loaded, rank, step)
+        assert digest(other.parameters()) == digest(model.parameters())
+    assert _state(loaded) == _state(optimizer)
+
+
+OF_EACH_RANK = ("Birder", "1-bit LAMB", "CD-Adam", "CD-Adam, top-k")
+"""Those whose states differ between ranks. All that LAMB keeps, the kept mean gradient included, is valid on any."""
+
+
+@pytest.mark.parametrize("of", [*OF_EACH_RANK, "LAMB"])
+def test_an_exchange_in_flight_is_part_of_the_state(of: str) -> None:
+    run_ranks(_end_in_flight, 2, of)
+
+
+def _misuse(rank: int, world_size: int) -> None:
+    _, optimizer = _trained(rank, 3)
     with pytest.raises(ValueError, match="is of delay=1, this optimizer has delay=0"):
         thinwire.Birder(token_net().parameters()).load_state_dict(optimizer.state_dict())
     with pytest.raises(ValueError, match="is of delay=0, this optimizer has delay=1"):
@@ -397,8 +483,8 @@ def _end_in_flight(rank: int, world_size: int) -> None:
         early.synchronize()
 
 
-def test_an_exchange_in_flight_is_part_of_the_state() -> None:
-    run_ranks(_end_in_flight, 2)
+def test_misuse_is_refused() -> None:
+    run_ranks(_misuse, 2)
 
 
 def _differ(rank: int, world_size: int, kind: str) -> None:
@@ -479,31 +565,26 @@ def test_what_cannot_be_delayed_is_refused() -> None:
     for delay in (2, -1, True, 0.5, None):
         with pytest.raises(ValueError, match=rf"delay={delay!r}: expected 0, or 1"):
             thinwire.Birder(params, delay=delay)  # type: ignore[arg-type]
-    for name in (
-        "ZeroOneAdam",
-        "Lamb",
-        "OneBitLamb",
-        "CDAdam",
-        "SketchedAMSGrad",
-    ):
-        with pytest.raises(ValueError, match="delay=1: expected 0 here: "):
-            getattr(thinwire, name)(params, delay=1)
+    with pytest.raises(ValueError, match="delay=1: expected 0 here: ranks that have taken local steps"):
+        thinwire.ZeroOneAdam(params, delay=1)
+    with pytest.raises(ValueError, match="delay=1: expected 0 here: SketchedAMSGrad exchanges twice per step"):
+        thinwire.SketchedAMSGrad(params, delay=1)
     with pytest.raises(ValueError, match="'powersgd' exchanges twice"):
         GradientAverager(params, rule_of("powersgd", {}), delay=1)
 
 
-def _consolidated(worker: int, workers: int) -> dict[str, Any]:
-    _, optimizer = _trained(worker, 3)
+def _consolidated(worker: int, workers: int, of: str) -> dict[str, Any]:
+    _, optimizer = _trained(worker, 3, of=of)
     optimizer.consolidate_state_dict()
     assert not optimizer.is_synchronized
     return optimizer.state_dict()
 
 
+@pytest.mark.parametrize("of", OF_EACH_RANK)
 @pytest.mark.parametrize("how", ["average", "reset"])
-def test_other_ranks_cannot_apply_a_kept_answer(how: Any) -> None:
-    saved, _ = virtual.run_workers(2, _consolidated)
-    net = token_net()
-    optimizer = thinwire.Birder(net.parameters(), lr=1e-2, delay=1)
+def test_other_ranks_cannot_apply_a_kept_answer(how: Any, of: str) -> None:
+    saved, _ = virtual.run_workers(2, _consolidated, of)
+    net, optimizer = _trained(0, 0, of=of)
     with pytest.warns(RuntimeWarning, match="the answer that delay=1 keeps for the next step is dropped"):
         thinwire.checkpoint.load_state_dict(optimizer, saved, on_mismatch=how)
     assert optimizer.is_synchronized

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -18,6 +19,7 @@ from tests.oracles.flat_space import (
     Gradient,
     Gradients,
     Group,
+    Moves,
     Outcome,
     by_parameter,
     join,
@@ -49,7 +51,8 @@ class CDAdamOracle:
     `known` is what worker i has said of its gradient (ĝ_i), `mean` what the owners make of it (ĝ), and `g` what they
     have told everybody (g̃). Where `alive` is False nothing of that happens. `momenta` stay 0 with compress="gradient".
     `contraction` has an entry for each step: ||c - C(c)||^2 / ||c||^2, the share of what was to be said that was not;
-    0 where nothing was to be said, in a greeting without a step for one.
+    0 where nothing was to be said, in a greeting without a step for one. With `delay=1` nothing of that changes, and x,
+    m, v and `peak` follow `g` one step later.
     """
 
     def __init__(
@@ -66,7 +69,9 @@ class CDAdamOracle:
         betas: Betas | None = None,
         eps: float = 1e-8,
         maximize: bool = False,
+        delay: int = 0,
     ) -> None:
+        self.moves = Moves(delay)
         self.groups = list(groups)
         self.compressed, self.maximize = compressed, maximize
         self.codec, self.ratio, self.compress = codec, ratio, compress
@@ -87,6 +92,7 @@ class CDAdamOracle:
 
     def step(self, gradients: Gradients) -> Outcome:
         self.step_number += 1
+        self.moves.of_last_step()
         self.contraction.append(np.zeros(self.space.workers))
         of_parameters = by_parameter(gradients, [p.elements.size for p in self.parameters], self.maximize)
         if not self.compressed:
@@ -97,21 +103,27 @@ class CDAdamOracle:
             self._hear_hellos(wishes)
         if not (greeting and skipped):
             self._exchange(wishes)
-        if not skipped:
-            self._move(of_parameters)
-        return Outcome("signs" if self.codec == "sign" else "topk", [skipped] * self.space.workers)
+        stayed = self.moves.take(self._moves(of_parameters), skipped=skipped, known_at_once=greeting)
+        return Outcome("signs" if self.codec == "sign" else "topk", [stayed] * self.space.workers)
+
+    def synchronize(self) -> None:
+        self.moves.of_last_step()
+
+    @property
+    def is_synchronized(self) -> bool:
+        return not self.moves.in_flight
 
     def _dense_step(self, gradients: Sequence[Gradient]) -> Outcome:
         skipped = not all(g.finite for g in gradients)
         if not skipped:
             self.g = join([g.mean for g in gradients])
-            self._move(gradients)
-        return Outcome("dense", [skipped] * self.space.workers)
+        stayed = self.moves.take(self._moves(gradients), skipped=skipped)
+        return Outcome("dense", [stayed] * self.space.workers)
 
-    def _move(self, gradients: Sequence[Gradient]) -> None:
-        for p, g, known_to_all in zip(self.parameters, gradients, self.space.split(self.g), strict=True):
-            if g.anywhere:
-                p.amsgrad(known_to_all)
+    def _moves(self, gradients: Sequence[Gradient]) -> list[Callable[[], None]]:
+        known_to_all = self.space.split(self.g)
+        each = zip(self.parameters, gradients, known_to_all, strict=True)
+        return [functools.partial(p.amsgrad, of_p) for p, g, of_p in each if g.anywhere]
 
     def _wishes(self, gradients: Sequence[Gradient]) -> tuple[np.ndarray, bool]:
         """What each worker wants to say, or has said where that is no fit number; and whether there was one."""

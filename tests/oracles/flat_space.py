@@ -7,7 +7,7 @@ padding; where workers differ they are the first axis.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -49,6 +49,40 @@ class Outcome:
     @property
     def skipped(self) -> bool:
         return any(self.stayed)
+
+
+class Moves:
+    """What answers do to parameters: at once, or with `delay=1` in the next step, at the learning rate of that step.
+
+    A delayed step moves first, before it exchanges anything. `in_flight` says that an answer has moved nothing yet.
+    """
+
+    def __init__(self, delay: int) -> None:
+        self._delay = delay
+        self._waiting: list[Callable[[], None]] = []
+        self._skipped = False
+        self.in_flight = False
+
+    def of_last_step(self) -> None:
+        """What the last answer does, if it has to wait."""
+        for move in self._waiting:
+            move()
+        self._waiting, self.in_flight = [], False
+
+    def take(self, moves: list[Callable[[], None]], *, skipped: bool, known_at_once: bool = False) -> bool:
+        """What the answer of this step does unless it is `skipped`; whether this step moves nothing for such a reason.
+
+        With `known_at_once` the exchange has to end in this step, so that all know already that there is no answer.
+        """
+        if skipped:
+            moves = []
+        if not self._delay:
+            for move in moves:
+                move()
+            return skipped
+        stayed, self._skipped = self._skipped, skipped
+        self._waiting, self.in_flight = moves, not (skipped and known_at_once)
+        return stayed
 
 
 # The flat space ------------------------------------------------------------------------------------------------------

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from tests.oracles.flat_space import AdamParameter, Betas, FlatSpace, Gradient, Gradients, Group, Outcome, by_parameter
+from tests.oracles.flat_space import (
+    AdamParameter,
+    Betas,
+    FlatSpace,
+    Gradient,
+    Gradients,
+    Group,
+    Moves,
+    Outcome,
+    by_parameter,
+)
 from tests.oracles.mean_gradient import MeanGradient
 
 
@@ -30,7 +41,10 @@ class LambParameter(AdamParameter):
 
 
 class LambOracle:
-    """As OneBitAdamOracle. There are no signs, so shards and `compressed` make no difference."""
+    """As OneBitAdamOracle. There are no signs, so shards and `compressed` make no difference.
+
+    With `delay=1` a step moves by the mean gradient of the step before, from where parameters are now.
+    """
 
     def __init__(
         self,
@@ -45,7 +59,9 @@ class LambOracle:
         min_coeff: float = 0.01,
         max_coeff: float = 10.0,
         maximize: bool = False,
+        delay: int = 0,
     ) -> None:
+        self.moves = Moves(delay)
         self.groups = list(groups)
         self.compressed, self.maximize = compressed, maximize
         self.space = FlatSpace(self.groups, workers, slices, bucket_elements)
@@ -62,13 +78,26 @@ class LambOracle:
     def step(self, gradients: Gradients) -> Outcome:
         self.step_number += 1
         of_parameters = by_parameter(gradients, [p.elements.size for p in self.parameters], self.maximize)
-        return lamb_step(self.parameters, of_parameters, self.mean)
+        self.moves.of_last_step()
+        return lamb_step(self.parameters, of_parameters, self.mean, self.moves)
+
+    def synchronize(self) -> None:
+        self.moves.of_last_step()
+
+    @property
+    def is_synchronized(self) -> bool:
+        return not self.moves.in_flight
 
 
-def lamb_step(parameters: Sequence[LambParameter], gradients: Sequence[Gradient], mean: MeanGradient) -> Outcome:
+def lamb_step(
+    parameters: Sequence[LambParameter], gradients: Sequence[Gradient], mean: MeanGradient, moves: Moves
+) -> Outcome:
     means, skipped = mean.exchange(gradients)
-    for p, g, of_workers in zip(parameters, gradients, means, strict=True):
-        if g.anywhere and not skipped:
-            p.absorb(of_workers)
-            p.lamb()
-    return Outcome("dense", [skipped] * len(gradients[0].present))
+    each = zip(parameters, gradients, means, strict=True)
+    of_step = [functools.partial(_move, p, of_workers) for p, g, of_workers in each if g.anywhere]
+    return Outcome("dense", [moves.take(of_step, skipped=skipped)] * len(gradients[0].present))
+
+
+def _move(p: LambParameter, of_workers: np.ndarray) -> None:
+    p.absorb(of_workers)
+    p.lamb()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Literal
@@ -15,6 +16,7 @@ from tests.oracles.flat_space import (
     Gradient,
     Gradients,
     Group,
+    Moves,
     Outcome,
     ScaledSigns,
     by_parameter,
@@ -77,8 +79,7 @@ class OneBitAdamOracle:
         maximize: bool = False,
         delay: int = 0,
     ) -> None:
-        self.delay, self.in_flight, self.skipped_before = delay, False, False
-        self.moving: list[AdamParameter] = []
+        self.moves = Moves(delay)
         self.variance_floor = variance_floor
         self.groups = list(groups)
         self.compressed, self.maximize = compressed, maximize
@@ -119,28 +120,24 @@ class OneBitAdamOracle:
         self.frozen = True
 
     def _compressed_step(self, gradients: Sequence[Gradient]) -> Outcome:
-        if self.delay:
-            self._move()  # by the last answer, which is the momentum
+        self.moves.of_last_step()  # by the last answer, which is the momentum
         both = list(zip(self.parameters, gradients, strict=True))
         inputs = join([p.betas[0] * p.m + (1 - p.betas[0]) * g.of_workers for p, g in both])
         c, unfit = self.signs.add(inputs, join([p.betas[0] * p.m for p in self.parameters]))
         skipped = any(unfit)
-        for (p, g), answer in zip(both, self.space.split(self.signs.exchange(c)), strict=True):
+        for p, answer in zip(self.parameters, self.space.split(self.signs.exchange(c)), strict=True):
             p.m = answer
-            if g.anywhere and not skipped:
-                self.moving.append(p)
-        if self.delay:
-            stayed, self.skipped_before, self.in_flight = self.skipped_before, skipped, True
-            return Outcome("signs", [stayed] * self.space.workers)
-        self._move()
-        return Outcome("signs", [skipped] * self.space.workers)
+        stayed = self.moves.take([functools.partial(_move, p) for p, g in both if g.anywhere], skipped=skipped)
+        return Outcome("signs", [stayed] * self.space.workers)
 
-    def _move(self) -> None:
-        for p in self.moving:
-            p.updates += 1
-            p.adamw(p.P)
-        self.moving = []
+    def synchronize(self) -> None:
+        self.moves.of_last_step()
 
     @property
     def is_synchronized(self) -> bool:
-        return not self.in_flight
+        return not self.moves.in_flight
+
+
+def _move(p: AdamParameter) -> None:
+    p.updates += 1
+    p.adamw(p.P)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -14,6 +15,7 @@ from tests.oracles.flat_space import (
     Gradient,
     Gradients,
     Group,
+    Moves,
     Outcome,
     ScaledSigns,
     by_parameter,
@@ -80,7 +82,7 @@ class OneBitLambParameter(LambParameter):
 
 
 class OneBitLambOracle:
-    """As OneBitAdamOracle."""
+    """As OneBitAdamOracle. With `delay=1`, ||x|| and f are those of the step that moves."""
 
     def __init__(
         self,
@@ -99,7 +101,9 @@ class OneBitLambOracle:
         max_coeff: float = 10.0,
         variance_floor: float = 0.1,
         maximize: bool = False,
+        delay: int = 0,
     ) -> None:
+        self.moves = Moves(delay)
         self.variance_floor = variance_floor
         self.groups = list(groups)
         self.compressed, self.maximize = compressed, maximize
@@ -131,7 +135,7 @@ class OneBitLambOracle:
         return outcome
 
     def _dense_step(self, gradients: Sequence[Gradient]) -> Outcome:
-        outcome = lamb_step(self.parameters, gradients, self.mean)
+        outcome = lamb_step(self.parameters, gradients, self.mean, Moves(0))
         for p, g in zip(self.parameters, gradients, strict=True):
             if g.anywhere and not outcome.skipped:
                 p.c_avg = 0.9 * p.c_avg + 0.1 * p.coefficient
@@ -147,16 +151,31 @@ class OneBitLambOracle:
         self.frozen = True
 
     def _compressed_step(self, gradients: Sequence[Gradient]) -> Outcome:
+        self.moves.of_last_step()
         both = list(zip(self.parameters, gradients, strict=True))
         inputs = join([p.betas[0] * p.h + (1 - p.betas[0]) * p.layer_scale * g.of_workers for p, g in both])
         c, unfit = self.signs.add(inputs, join([p.betas[0] * p.h for p in self.parameters]))
         skipped = any(unfit)
+        moves = []
         for (p, g), answer in zip(both, self.space.split(self.signs.exchange(c)), strict=True):
-            m_before, p.h, p.m = p.m, answer, answer / p.layer_scale
-            if g.anywhere and not skipped:
-                p.updates += 1
-                if self.answers_heard > 0:
-                    p.rebuild(m_before)
-                p.onebit_lamb()
+            m_before = p.m if self.answers_heard > 0 else None
+            p.h, p.m = answer, answer / p.layer_scale
+            if g.anywhere:
+                moves.append(functools.partial(_move, p, m_before))
         self.answers_heard += 1
-        return Outcome("signs", [skipped] * self.space.workers)
+        stayed = self.moves.take(moves, skipped=skipped)
+        return Outcome("signs", [stayed] * self.space.workers)
+
+    def synchronize(self) -> None:
+        self.moves.of_last_step()
+
+    @property
+    def is_synchronized(self) -> bool:
+        return not self.moves.in_flight
+
+
+def _move(p: OneBitLambParameter, m_before: np.ndarray | None) -> None:
+    p.updates += 1
+    if m_before is not None:
+        p.rebuild(m_before)
+    p.onebit_lamb()

@@ -39,6 +39,7 @@ class KeptWords:
         self.memory = untouched_zeros(planes * words * word_bytes, torch.uint8, layout.device)
         """What `runs` points into."""
         self._planes = list(self.memory.view(planes, words, word_bytes))
+        self._runs: dict[int, Tensor] = {}
 
     def keep(self, buffers: PacketBuffers) -> None:
         """Copy the answers of all buckets."""
@@ -51,10 +52,11 @@ class KeptWords:
 
     def runs(self, part: Part) -> Tensor:
         """The runs of a part, whose answers are in `memory`."""
-        runs = part.down_runs.clone()
-        runs[:, 3] = runs[:, 0] // WORD * self._word_bytes
-        runs[:, 4] = self._plane_bytes
-        return runs
+        if part.index not in self._runs:
+            self._runs[part.index] = runs = part.down_runs.clone()
+            runs[:, 3] = runs[:, 0] // WORD * self._word_bytes
+            runs[:, 4] = self._plane_bytes
+        return self._runs[part.index]
 
     def state(self) -> State:
         """What must be saved for a run to continue with the same bits."""

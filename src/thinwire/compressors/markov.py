@@ -281,10 +281,10 @@ class MarkovSign:
     def contraction(self) -> float:
         """‖c - C(c)‖²/‖c‖² for the differences c that this rank sent last; NaN if there were none."""
         lost = LostShare(len(self._packets.rows_of))
-        scales = self.sent_scales.tolist()
-        for number, (rows, scale) in enumerate(zip(self._packets.rows_of, scales, strict=True)):
-            magnitudes, wanted, _ = self._packets.all_sums[rows].sum(0).tolist()
-            lost.note(number, wanted, wanted - scale * magnitudes)
+        for number, rows in enumerate(self._packets.rows_of):
+            # Not from `sent_scales`: with a delay, a lane may be about to write them.
+            magnitudes, wanted, active = self._packets.all_sums[rows].sum(0).tolist()
+            lost.note(number, wanted, wanted - magnitudes**2 / max(active, 1.0))
         return lost.read()
 
     def _nonzero_at(self, bucket: Bucket) -> int:

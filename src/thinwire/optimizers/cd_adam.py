@@ -17,6 +17,7 @@ from torch.optim.optimizer import ParamsT
 
 from thinwire.compressors.codecs.topk import TopK, check_ratio
 from thinwire.compressors.dense import Dense
+from thinwire.compressors.kept_answers import KeptWords
 from thinwire.compressors.markov import Markov, MarkovSign
 from thinwire.kernels.modes import Scale, Source
 from thinwire.optimizers.adam import (
@@ -98,7 +99,9 @@ class CDAdam(WireOptimizer):
         check_replicas_every: compare a hash of the parameters across all ranks every this many steps; 0 for never.
         clip_norm: clip this rank's own gradient to this norm, as in `thinwire.Birder`. None: no limit.
         clip_value: clip each element of this rank's own gradient to [-clip_value, clip_value]. None: no limit.
-        delay: 0. `delay=1` of other optimizers is refused here, with the reason.
+        delay: 1 to apply the answer of each step in the next one, as in `thinwire.Birder`: step t computes m, v, v̂ and
+            x from g̃ of step t-1. ĝ_i, ĝ and g̃ themselves follow as without a delay. Costs no memory, but with "sign" a
+            pass over g̃; in a hierarchical topology with a single node 4 bytes per parameter.
 
     When not to use it:
         With small noisy batches: differences of gradients are then mostly noise. One bit with one scale per shard
@@ -128,7 +131,7 @@ class CDAdam(WireOptimizer):
         * A coordinate that never had a gradient on any worker neither moves nor decays. (With "sign" it would
           oscillate, because one bit has no zero.) If its first gradient comes after the first step, that gradient only
           activates it.
-        * `compress="momentum"` and `codec="topk"` are additions.
+        * `compress="momentum"`, `codec="topk"` and `delay` are additions.
         * A parameter without a gradient on one worker counts as zeros there, and its μ_i does not change. A parameter
           without a gradient on all workers does not move, while g̃ still follows.
         * If a step is skipped because a gradient is not finite, the exchange still takes place: ĝ_i and g̃ follow, and
@@ -169,10 +172,7 @@ class CDAdamRule(UpdateRule):
     compress: Compress
     state_depends_on_buckets = True
     records_buckets = True
-    no_delay = (
-        "an answer of CD-Adam is the change of a mean that all ranks follow, and the next answer is computed from that "
-        "mean. To keep one aside takes a second copy of the mean"
-    )
+    no_delay = None
 
     def __post_init__(self) -> None:
         if self.codec not in get_args(CodecName):
@@ -201,8 +201,13 @@ class CDAdamRule(UpdateRule):
         self._average: Tensor | None = None
         self._signs: MarkovSign | None = None
         self._markov: Markov | MarkovSign | None = None
+        self._kept: KeptWords | None = None
+        """With a delay, what is applied in the next step, if nothing is compressed. Otherwise that is g̃."""
         if not context.topology.compresses:
             self._dense = Dense(kernels)
+            if context.delayed:
+                self._kept = KeptWords(layout, Dense.payload.word_bytes)
+                state.include(self._kept.state())
             return {DENSE: self._dense}, state
         if self.compress == "momentum":
             self._average = torch.zeros(layout.own_size, dtype=torch.float32, device=layout.device)
@@ -217,7 +222,8 @@ class CDAdamRule(UpdateRule):
     def compared_state(self) -> Tensors:
         """See `UpdateRule`."""
         followed = {} if self._markov is None else {"followed": self._markov.followed}
-        return {"m": self._m, "v": self._v, "peak": self._peak, **followed}
+        kept = {} if self._kept is None else self._kept.state().words
+        return {"m": self._m, "v": self._v, "peak": self._peak, **followed, **kept}
 
     def begin_step(self) -> None:
         """See `UpdateRule`."""
@@ -268,21 +274,36 @@ class CDAdamRule(UpdateRule):
             self._follow(range(len(self.context.params)))
         return flags
 
+    @property
+    def answers_at_once(self) -> bool:
+        """See `UpdateRule`. The activation round is an exchange before that of the differences."""
+        return self._activates
+
+    def keep(self) -> None:
+        """See `UpdateRule`. With a delay, g̃ follows as soon as an exchange has ended, because owners compute the next
+        answers from it. It is then left alone until the next exchange has ended, and `apply` comes before that."""
+        if self._kept is not None:
+            self._kept.keep(self.context.session.channel.buffers)
+        else:
+            self._follow(range(len(self.context.params)))
+
     def apply(self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None, group: Group) -> None:
         """See `UpdateRule`."""
         lr, (beta1, beta2) = float(group["lr"]), group["betas"]
         self._updates.now[position] += 1
-        updates, signs, markov = self._updates.now[position], self._signs, self._markov
+        updates, markov, kept = self._updates.now[position], self._markov, self._kept
+        signs = None if self.context.delayed else self._signs  # with a delay, g̃ has the answer already
+        answers = self.context.session.channel.buffers.answers if kept is None else kept.memory
         for part in parts:
             self.context.kernels.amsgrad_apply(
-                part.down_runs,
+                part.down_runs if kept is None else kept.runs(part),
                 x,
                 low,
                 None if markov is None else markov.followed,
                 self._m,
                 self._v,
                 self._peak,
-                self.context.session.channel.buffers.answers,
+                answers,
                 None if signs is None else signs.answer_scales,
                 None if signs is None else signs.signed_now,
                 beta1=beta1,
@@ -296,8 +317,9 @@ class CDAdamRule(UpdateRule):
 
     def after_apply(self) -> None:
         """See `UpdateRule`."""
-        present = set(self.present())
-        self._follow([position for position in range(len(self.context.params)) if position not in present])
+        if not self.context.delayed:
+            present = set(self.present())
+            self._follow([position for position in range(len(self.context.params)) if position not in present])
 
     def _follow(self, positions: Sequence[int]) -> None:
         """Add the answers to g̃ for parameters that this step does not move. After that, all answers are in g̃."""

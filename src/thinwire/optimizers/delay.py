@@ -5,13 +5,15 @@ answer of the step before, and the exchange continues while the next forward run
 
     x_{t+1} = x_t - update(answer of step t-1, learning rate and weight decay of step t)
 
+* LAMB's trust ratio is computed when an answer is applied, from the parameters of that moment.
 * The first step applies nothing. Neither does the step after one that all ranks skip because a gradient was not finite.
 * A parameter moves in step t if some worker had a gradient for it in step t-1.
 * What workers and owners keep (averages, residuals, the activation map) is as without a delay, for the same gradients.
   So are clipping, gradient accumulation and the bytes on the wire.
 * The exchange of step t is waited for when the first gradient of step t+1 is to be encoded, or by `state_dict()`,
   `synchronize()` or `load_state_dict()`. There is never more than one exchange under way, and it needs no second set of
-  packets. Its answer is then kept in packed form (`thinwire.compressors.kept_answers`), and is part of the state.
+  packets. Its answer is then part of the state: in packed form (`thinwire.compressors.kept_answers`), unless the
+  rule keeps what an answer changes in any case (the momentum of 1-bit Adam and LAMB, g̃ of CD-Adam).
 * The commit round takes place in the background as soon as `step()` has returned on all ranks. It compares the numbers
   of parameter groups, so ranks whose learning rates differ find out one step later than without a delay. They have
   applied an answer with them by then, but cannot save: `state_dict()` raises the error.

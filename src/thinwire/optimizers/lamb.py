@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from thinwire.compressors.dense import Dense
+from thinwire.compressors.kept_answers import KeptWords
 from thinwire.kernels.modes import Scale
 from thinwire.kernels.ops import Kernels
 from thinwire.optimizers.adam import (
@@ -33,9 +34,6 @@ from thinwire.optimizers.rule import Context, Group, UpdateRule
 from thinwire.transport.buffers import Part
 from thinwire.transport.compressor import Compressor
 from thinwire.transport.state import State, Tensors
-
-NO_DELAY = "LAMB's trust ratio compares a parameter with its update, and the two would be of different steps"
-"""Why there is no `delay=1`."""
 
 
 class Lamb(WireOptimizer):
@@ -77,7 +75,9 @@ class Lamb(WireOptimizer):
         check_replicas_every: compare a hash of the parameters across all ranks every this many steps; 0 for never.
         clip_norm: clip this rank's own gradient to this norm, as in `thinwire.Birder`. None: no limit.
         clip_value: clip each element of this rank's own gradient to [-clip_value, clip_value]. None: no limit.
-        delay: 0. `delay=1` of other optimizers is refused here, with the reason.
+        delay: 1 to apply the answer of each step in the next one, as in `thinwire.Birder`: step t updates m and v with
+            the mean gradient of step t-1. x, from which λx and c are computed, the learning rate and the weight decay
+            are those of step t. Costs 4 bytes per parameter for that gradient, as in `thinwire.compress` with "none".
 
     When not to use it:
         To save bytes: it sends 32 bits per parameter, as DDP does. With ordinary batch sizes AdamW is as good.
@@ -91,6 +91,7 @@ class Lamb(WireOptimizer):
         * c is 1 (before clamping) if the weights or the direction are all zero.
         * A coordinate that never had a gradient (v = 0) neither moves nor decays.
         * A gradient above 2⁶⁰ counts as not finite, because its square would stay in the variance.
+        * `delay` is an addition.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class LambRule(UpdateRule):
     """
 
     records_buckets = True
-    no_delay = NO_DELAY
+    no_delay = None
     needs_whole = "the norms of whole layers"
 
     def __init__(self, coeffs: tuple[float, float]) -> None:
@@ -139,11 +140,14 @@ class LambRule(UpdateRule):
         state = State()
         self._adam = AdamMoments(context, state)
         self._dense = Dense(context.kernels)
+        self._kept = KeptWords(context.layout, Dense.payload.word_bytes) if context.delayed else None
+        if self._kept is not None:
+            state.include(self._kept.state())
         return {DENSE: self._dense}, state
 
     def compared_state(self) -> Tensors:
         """See `UpdateRule`."""
-        return {"v": self._adam.v}
+        return {"v": self._adam.v} | ({} if self._kept is None else self._kept.state().words)
 
     def channel(self) -> str:
         """See `UpdateRule`."""
@@ -153,12 +157,21 @@ class LambRule(UpdateRule):
         """See `UpdateRule`."""
         return self._dense.encode(part, grad, signed(scale, group), SQUARABLE)
 
+    def keep(self) -> None:
+        """See `UpdateRule`."""
+        assert self._kept is not None, "only with a delay"
+        self._kept.keep(self.context.session.channel.buffers)
+
+    def _gradient(self, part: Part) -> tuple[Tensor, Tensor]:
+        """The mean gradient that this step applies; see `Floats`."""
+        return self._dense.answer_floats(part) if self._kept is None else (self._kept.runs(part), self._kept.memory)
+
     def apply(self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None, group: Group) -> None:
         """See `UpdateRule`."""
         adam = self._adam
         adam.updates.now[position] += 1
-        updates, kernels, gradient = adam.updates.now[position], self.context.kernels, self._dense.answer_floats
-        lamb_step(kernels, parts, x, low, adam.m, adam.v, gradient, group, updates, self._coeffs)
+        updates, kernels = adam.updates.now[position], self.context.kernels
+        lamb_step(kernels, parts, x, low, adam.m, adam.v, self._gradient, group, updates, self._coeffs)
 
 
 def lamb_step(

@@ -17,7 +17,7 @@ from torch.optim.optimizer import ParamsT
 
 from thinwire.kernels.modes import Scale
 from thinwire.optimizers.adam import AdamMoments, adam_defaults, check_adam_group, correction, signed
-from thinwire.optimizers.lamb import NO_DELAY, check_range, clamp, lamb_step, norms
+from thinwire.optimizers.lamb import check_range, clamp, lamb_step, norms
 from thinwire.optimizers.optimizer import Unpack, WireOptimizer, WireOptions
 from thinwire.optimizers.rule import Context, Group, UpdateRule
 from thinwire.optimizers.warmup import (
@@ -97,7 +97,10 @@ class OneBitLamb(WireOptimizer):
         check_replicas_every: compare a hash of the parameters across all ranks every this many steps; 0 for never.
         clip_norm: clip this rank's own gradient to this norm, as in `thinwire.Birder`. None: no limit.
         clip_value: clip each element of this rank's own gradient to [-clip_value, clip_value]. None: no limit.
-        delay: 0. `delay=1` of other optimizers is refused here, with the reason.
+        delay: 1 to apply the answer of each step in the next one, as in `thinwire.Birder`, after the warm-up: step t
+            applies m of step t-1, and w and f follow from it and m of step t-2. λx and p are computed from x of step t;
+            c_avg is that of the warm-up, which has no delay. Workers still encode with the momentum of the step before,
+            so messages are as without a delay. Costs no memory.
 
     When not to use it:
         With ordinary batch sizes: `thinwire.OneBitAdam` and `thinwire.Birder` are simpler, and LAMB's factors gain
@@ -123,6 +126,7 @@ class OneBitLamb(WireOptimizer):
         * A gradient above 2⁶⁰ counts as not finite, because its square would stay in the variance.
         * In a hierarchical topology with a single node, nothing is compressed and the warm-up never ends: it is LAMB.
         * The quantised warm-up of `thinwire.OneBitAdam`, whose residuals are dropped when it ends.
+        * `delay` is an addition.
     """
 
     def __init__(
@@ -189,7 +193,7 @@ class OneBitLambRule(UpdateRule):
 
     state_depends_on_buckets = True
     records_buckets = True
-    no_delay = NO_DELAY
+    no_delay = None
     needs_whole = "the norms of whole layers"
 
     def __init__(self, options: StageOptions, limits: LayerLimits) -> None:
@@ -240,6 +244,8 @@ class OneBitLambRule(UpdateRule):
     def begin_step(self) -> None:
         """See `UpdateRule`."""
         self._stages.begin_step()
+        if self.context.delayed and self.context.topology.compresses:
+            self._updates_w = self._stages.signs.has_previous  # of a loaded state, whose answer was not applied yet
 
     def encode(self, position: int, part: Part, grad: Tensor | None, group: Group, scale: Scale) -> bool | None:
         """See `UpdateRule`."""
@@ -254,6 +260,11 @@ class OneBitLambRule(UpdateRule):
         if self._stages.compressing:
             self._updates_w = self._stages.signs.has_previous
         return flags
+
+    @property
+    def delays(self) -> bool:
+        """See `UpdateRule`. The last two answers are kept in any case."""
+        return self._stages.compressing
 
     def apply(self, position: int, parts: Sequence[Part], x: Tensor, low: Tensor | None, group: Group) -> None:
         """See `UpdateRule`."""

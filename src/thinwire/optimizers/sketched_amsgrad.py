@@ -155,7 +155,10 @@ class SketchedAMSGradRule(UpdateRule):
     k: int | None
     seed: int
 
-    no_delay = "SketchedAMSGrad exchanges twice per step, and the second exchange needs the answer of the first"
+    no_delay = (
+        "SketchedAMSGrad exchanges twice per step, and the second exchange needs the answer of the first. The next "
+        "step would have to wait for the first, and then for all of the second"
+    )
     needs_whole = "the largest elements of whole gradients"
 
     def __post_init__(self) -> None:

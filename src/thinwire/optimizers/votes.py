@@ -44,7 +44,6 @@ class Votes:
         """With a delay, the answers that are applied in the next step."""
         self._kept_active: Tensor | None = None
         """The activation map of the exchange that they come from: it tells votes from activation bits."""
-        self._kept_runs: dict[int, Tensor] = {}
         if context.delayed:
             word_bytes, planes = (WORD_BYTES, self.signs.planes) if self.signs else (Dense.payload.word_bytes, 1)
             self._kept = KeptWords(context.layout, word_bytes, planes)
@@ -97,18 +96,13 @@ class Votes:
         kernels, signs = self._context.kernels, self.signs
         answers = self._context.session.channel.buffers.answers if self._kept is None else self._kept.memory
         for part in parts:
-            runs = part.down_runs if self._kept is None else self._runs_of(part, self._kept)
+            runs = part.down_runs if self._kept is None else self._kept.runs(part)
             if signs is None:
                 kernels.dense_apply(runs, x, low, answers, **move)
             else:
                 active = signs.active if self._kept_active is None else self._kept_active
                 counts = {"planes": signs.planes, "workers": signs.counted_workers}
                 kernels.birder_apply(runs, x, low, active, answers, **counts, **move)
-
-    def _runs_of(self, part: Part, kept: KeptWords) -> Tensor:
-        if part.index not in self._kept_runs:
-            self._kept_runs[part.index] = kept.runs(part)
-        return self._kept_runs[part.index]
 
     def keep(self) -> None:
         """See `UpdateRule`. The next exchange uses the activation map that these answers give."""

@@ -187,8 +187,9 @@ class ZeroOneAdamRule(UpdateRule):
     records_buckets = True
     has_local_steps = True
     no_delay = (
-        "0/1 Adam takes local steps, and an answer that comes later would meet other parameters than those that it was "
-        "computed for. Its local steps already hide the network: see local_step_clipper"
+        "ranks that have taken local steps become equal by applying an answer in the step that exchanges it. One step "
+        "later each would have taken another step of its own, so ranks would never be equal, and no model could be "
+        "evaluated or saved without one more exchange. Local steps already hide the network: see local_step_clipper"
     )
 
     def __init__(
