@@ -30,7 +30,7 @@ def load_consolidated(target: object, state_dict: dict[str, Any], on_mismatch: O
         if on_mismatch == "error" or run is None or not differences_from(wire, run.nodes, run.bucket_mb):
             return None
         ranks = rank_states.ranks_in(state_dict["state"])
-        if run.size > 1 and len(ranks) != run.size:
+        if run.size > 1 and len(ranks) != run.size and wire._flat_state.names_of_rank():
             raise ValueError(
                 f"the state dict has the states of ranks {ranks}, but on_mismatch={on_mismatch!r} needs those of all "
                 f"{run.size}. Save it after consolidate_state_dict(), or with thinwire.checkpoint"
