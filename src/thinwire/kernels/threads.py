@@ -40,8 +40,8 @@ class _OfThread(threading.local):
 _of_thread = _OfThread()
 
 
-def borrow(lent: Lent) -> None:
-    """Let kernels on the calling thread use no more threads than are lent."""
+def borrow(lent: Lent | None) -> None:
+    """Let kernels on the calling thread use as many threads as are lent; None for as many as torch."""
     _of_thread.lent = lent
 
 

@@ -61,6 +61,11 @@ def raw(name: str) -> Callable[..., Any]:
     return _in_use[name]
 
 
+def on_threads(name: str) -> bool:
+    """Whether several threads can share a call of a kernel."""
+    return f"{name}_on_threads" in _in_use
+
+
 def prepared(name: str, varying: str, arguments: Mapping[str, Any]) -> Callable[[Tensor], Any]:
     """A kernel that takes the argument `varying`, and has all others; see `binding.prepare`."""
     return prepare(declarations()[name], getattr(reference, name), KERNELS[name], arguments, varying, _in_use)
