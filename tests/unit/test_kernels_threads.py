@@ -36,10 +36,10 @@ PIECES = 5
 SOON = 60.0
 """Seconds within which what should happen at once must have happened."""
 
-_FP32 = {"grad_dtype": torch.float32, "state_dtype": torch.float32}
-_GIVEN = {"grad_dtype": torch.bfloat16, "state_dtype": torch.bfloat16}
+_FP32: dict[str, Any] = {"grad_dtype": torch.float32, "state_dtype": torch.float32}
+_GIVEN: dict[str, Any] = {"grad_dtype": torch.bfloat16, "state_dtype": torch.bfloat16}
 _RUNS: dict[str, Any] = {"count": COUNT, "pieces": PIECES}
-_LOADED = {"low_dtype": torch.bfloat16, "loaded": True}
+_LOADED: dict[str, Any] = {"low_dtype": torch.bfloat16, "loaded": True}
 CASES: dict[str, list[dict[str, Any]]] = {
     "birder_encode": [encode_case(**_RUNS, seed=1, **_FP32), encode_case(**_RUNS, seed=2, finite=False, **_GIVEN)],
     "birder_direction": [node.direction_case(**_RUNS, seed=1, **_FP32)],

@@ -28,7 +28,12 @@ _SUFFIXES = {
     "_rows": "{0}.shape[0]",
     "_columns": "{0}.shape[1]",
 }
-_WORK = {"n_runs": "bounds.work", "words": "64 * words", "rows_columns": "rows.shape[1]", "values_size": "values.numel()"}
+_WORK = {
+    "n_runs": "bounds.work",
+    "words": "64 * words",
+    "rows_columns": "rows.shape[1]",
+    "values_size": "values.numel()",
+}
 """How many elements a call runs over, by the parameter that says so."""
 _IF_NONE = {"beta_b": "beta"}
 """Arguments that are those of another name when they are None."""

@@ -105,7 +105,9 @@ class Library:
         self.best_isa: str = best_isa().decode()
         table_on_threads.restype = ctypes.c_void_p
         addresses = self._addresses(table_on_threads())
-        self.on_threads = {name: self.declarations[name].at(at, on_threads=True) for name, at in addresses.items() if at}
+        self.on_threads = {
+            name: self.declarations[name].at(at, on_threads=True) for name, at in addresses.items() if at
+        }
         """The kernels that can run on several threads, by their name."""
 
     def _addresses(self, table: int) -> dict[str, int | None]:
