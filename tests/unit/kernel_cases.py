@@ -110,8 +110,8 @@ def copy_of(argument: Any) -> Any:
 
 
 def same_everywhere(operation: str, **arguments: Any) -> Any:
-    """Calls an operation of the reference, in place, and of the native kernels of every kind, and on several threads, on
-    copies of everything.
+    """Calls an operation of the reference, in place, and of the native kernels of every kind, and on several threads,
+    on copies of everything.
 
     All of the memory must be the same afterwards, and so must the results; returns the result.
     """

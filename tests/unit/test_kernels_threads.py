@@ -1,7 +1,7 @@
 """Kernels on several threads: the bits of one thread, as many threads as torch has, and processes that fork and end.
 
-`kernel_cases.same_everywhere` compares every small case with the reference, on two, three and four threads. The cases here
-are large enough that each thread has several turns.
+`kernel_cases.same_everywhere` compares every small case with the reference, on two, three and four threads. The cases
+here are large enough that each thread has several turns.
 """
 
 from __future__ import annotations

@@ -66,8 +66,8 @@ def kernels(
 ) -> None:
     """Every kernel on one thread against a memcpy, and against torch.
 
-    With --threads, one more column: how many times faster each is on so many threads. Top-k, count sketches and checksums
-    always run on one.
+    With --threads, one more column: how many times faster each is on so many threads. Top-k, count sketches and
+    checksums always run on one.
     """
     if not native.available():
         typer.echo(

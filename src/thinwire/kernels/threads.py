@@ -1,8 +1,8 @@
 """How many threads a call of a native kernel uses: as many as torch.
 
-`torch.set_num_threads` sets both. Its default is the number of cores, or OMP_NUM_THREADS, which torchrun sets to 1. A call
-with few elements uses one thread, and so does one on a lane of the exchange while the training loop computes: its threads
-would take cores from the backward pass. While the training loop waits for the exchange, lanes use its threads.
+`torch.set_num_threads` sets both. Its default is the number of cores, or OMP_NUM_THREADS, which torchrun sets to 1. A
+call with few elements uses one thread. So does a call on a lane of the exchange while the training loop computes: more
+threads would take cores from the backward pass. While the training loop waits for the exchange, lanes use its threads.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LEAST = 131072
 
 
 class Lent:
-    """The threads that the training loop lends to its lanes."""
+    """How many threads the training loop lends to its lanes."""
 
     def __init__(self) -> None:
         self.number = 1

@@ -70,8 +70,8 @@ def _is_secondhand(exception: BaseException) -> bool:
 class Lane:
     """Runs tasks in order: on its own thread, or inside `submit` if `threaded` is false.
 
-    The first task that raises stops the lane and all others that share its `failure`. Later tasks are dropped. Kernels on
-    its thread use the threads that are `lent` to it, by default one.
+    The first task that raises stops the lane and all others that share its `failure`. Later tasks are dropped. Kernels
+    on its thread use as many threads as are `lent` to it, by default one.
     """
 
     _closed = False

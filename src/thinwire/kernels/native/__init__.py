@@ -22,8 +22,8 @@ REMEDY = library.REMEDY
 _ON_FAILURE = {"sparse_amsgrad": refuse_indices}
 _library = library.load()
 _in_use: dict[str, Any] = {}
-"""What the functions of `KERNELS` look up: the kernels of the instruction set in use by their name, their table, and the
-same kernels on several threads."""
+"""What the functions of `KERNELS` look up: the kernels of the instruction set in use by their name, their table, and
+the same kernels on several threads."""
 _isa = ""
 
 
