@@ -1,5 +1,5 @@
-// Every kernel that kernels.def divides, on several threads. They call the kernel of one instruction set with a part of its
-// work at a time, so the kernels know nothing of threads.
+// The kernels that kernels.def divides, on several threads, which call the kernel of one instruction set with a part of its
+// work at a time: kernels know nothing of threads.
 //
 // The bits are those of one call. Elements do not depend on each other, and random numbers depend on the element. Sums are
 // taken of 32 words at a time, each by a call of its own, and then added as word.h adds them: in the order of the run.
@@ -110,8 +110,8 @@ struct Walk {
   }
 };
 
-// What `word.h` makes of the sums of its units. The bits of doubles that are not negative compare as the numbers do, and NaN
-// is the largest: as word.h compares floats.
+// The sums of runs from those of their units. Maxima compare by their bits, as in word.h: numbers are not negative, and NaN
+// is larger than all of them.
 void add_up(const thinwire_run *runs, int64_t n_runs, const double *of_units, ByWords division, double *sums) {
   const int columns = division.sums + division.maxima;
   for (int64_t i = 0; i < n_runs; ++i, sums += columns) {
@@ -119,7 +119,7 @@ void add_up(const thinwire_run *runs, int64_t n_runs, const double *of_units, By
     for (int64_t unit = 0; unit < units_of(runs[i]); ++unit, of_units += columns) {
       for (int c = 0; c < division.sums; ++c) sums[c] += of_units[c];
       for (int c = division.sums; c < columns; ++c) {
-        int64_t largest, here;
+        uint64_t largest, here;
         std::memcpy(&largest, sums + c, 8);
         std::memcpy(&here, of_units + c, 8);
         if (here > largest) sums[c] = of_units[c];
