@@ -74,7 +74,7 @@ const thinwire_kernels *thinwire_kernels_for(const char *isa) {
 const char *thinwire_best_isa(void) { return best()->name; }
 
 const char *thinwire_declarations(void) {
-#define THINWIRE_KERNEL(result, name, parameters) #result " " #name " " #parameters "\n"
+#define THINWIRE_KERNEL(result, name, parameters, ...) #result " " #name " " #parameters "\n"
   return
 #include "kernels.def"
       ;

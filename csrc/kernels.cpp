@@ -20,7 +20,7 @@ extern const thinwire_kernels THINWIRE_TABLE;
 
 // A name that is not found in the inner namespace, where the file defines its kernels, is found in the outer one.
 namespace in_other_files {
-#define THINWIRE_KERNEL(result, name, parameters) [[maybe_unused]] constexpr std::nullptr_t name = nullptr;
+#define THINWIRE_KERNEL(result, name, parameters, ...) [[maybe_unused]] constexpr std::nullptr_t name = nullptr;
 #include "kernels.def"
 #undef THINWIRE_KERNEL
 
@@ -28,7 +28,7 @@ namespace in_this_file {
 #include THINWIRE_FILE
 
 constexpr thinwire_kernels kTable = {
-#define THINWIRE_KERNEL(result, name, parameters) name,
+#define THINWIRE_KERNEL(result, name, parameters, ...) name,
 #include "kernels.def"
 #undef THINWIRE_KERNEL
 };

@@ -1,7 +1,7 @@
 /* The C interface of thinwire's kernels. It needs neither torch nor Python, so one build serves every version of both.
  *
  * kernels.def declares and documents the kernels. All pointers are to memory of the caller. Kernels allocate nothing and
- * keep nothing between calls.
+ * keep nothing between calls; on several threads a call allocates a few numbers per 2,048 elements, and threads are kept.
  */
 #ifndef THINWIRE_H
 #define THINWIRE_H
@@ -32,13 +32,28 @@ typedef struct {
 
 /* The kernels of one instruction set. */
 typedef struct {
-#define THINWIRE_KERNEL(result, name, parameters) result(*name) parameters;
+#define THINWIRE_KERNEL(result, name, parameters, ...) result(*name) parameters;
 #include "kernels.def"
 #undef THINWIRE_KERNEL
 } thinwire_kernels;
 
+/* The same kernels of any instruction set on at most `threads` threads, of which the caller is one. NULL for those that
+ * only run on the caller's. A call gives the same bits as one of the kernel itself. */
+typedef struct {
+#define THINWIRE_LIST(...) __VA_ARGS__
+#define THINWIRE_KERNEL(result, name, parameters, ...) \
+  result(*name)(const thinwire_kernels *kernels, int threads, THINWIRE_LIST parameters);
+#include "kernels.def"
+#undef THINWIRE_KERNEL
+#undef THINWIRE_LIST
+} thinwire_kernels_on_threads;
+
 /* The kernels for "avx512", "avx2", "neon" or "plain"; NULL if this build or this machine does not have them. */
 THINWIRE_API const thinwire_kernels *thinwire_kernels_for(const char *isa);
+
+/* The kernels on several threads. Helpers are made by the first call that wants some, and then wait for the next. A child
+ * of fork() makes its own. */
+THINWIRE_API const thinwire_kernels_on_threads *thinwire_on_threads(void);
 
 /* The best instruction set of this machine. */
 THINWIRE_API const char *thinwire_best_isa(void);

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.instruction_sets import instruction_sets
-from thinwire.kernels import native, ops
+from thinwire.kernels import native, ops, threads
 
 WORD = 64
 SANITIZED = "libasan" in os.environ.get("LD_PRELOAD", "")
@@ -72,6 +72,20 @@ def kernels_of(backend: str) -> Iterator[ops.Kernels]:
         native.use_isa(before)
 
 
+@contextmanager
+def on_threads(number: int) -> Iterator[ops.Kernels]:
+    """The native kernels on so many threads, however few elements a call has."""
+    least, threads.LEAST = threads.LEAST, 0
+    lent = threads.Lent()
+    lent.number = number
+    threads.borrow(lent)
+    try:
+        yield ops.BACKENDS["native"]
+    finally:
+        threads.LEAST = least
+        threads.borrow(None)
+
+
 def guarded(values: Tensor, *, elements_off: int = 0) -> Tensor:
     """A copy of `values` in the middle of a larger allocation, `elements_off` elements from an aligned address."""
     size = values.element_size()
@@ -96,20 +110,23 @@ def copy_of(argument: Any) -> Any:
 
 
 def same_everywhere(operation: str, **arguments: Any) -> Any:
-    """Calls an operation of the reference, in place, and of the native kernels of every kind on copies of everything.
+    """Calls an operation of the reference, in place, and of the native kernels of every kind, and on several threads,
+    on copies of everything.
 
     All of the memory must be the same afterwards, and so must the results; returns the result.
     """
-    copies = {isa: {name: copy_of(argument) for name, argument in arguments.items()} for isa in ISAS}
+    kinds = [(isa, kernels_of(isa)) for isa in ISAS]
+    kinds += [(f"{number} threads", on_threads(number)) for number in (2, 3, 4) if ISAS]
+    copies = [{name: copy_of(argument) for name, argument in arguments.items()} for _ in kinds]
     expected = getattr(REFERENCE, operation)(**arguments)
-    for isa, copy in copies.items():
-        with kernels_of(isa) as kernels:
+    for (kind, chosen), copy in zip(kinds, copies, strict=True):
+        with chosen as kernels:
             result = getattr(kernels, operation)(**copy)
-        assert _same_result(result, expected), f"{operation} on {isa}: {result}, not {expected}"
+        assert _same_result(result, expected), f"{operation} on {kind}: {result}, not {expected}"
         for name, argument in arguments.items():
             if isinstance(argument, Tensor):
                 wrong = (allocation(copy[name]) != allocation(argument)).nonzero().flatten().tolist()
-                assert not wrong, f"{operation} on {isa}: {name} differs in {len(wrong)} bytes, first {wrong[:4]}"
+                assert not wrong, f"{operation} on {kind}: {name} differs in {len(wrong)} bytes, first {wrong[:4]}"
     return expected
 
 

@@ -74,7 +74,21 @@ def test_kernels_as_a_table_and_a_file(tmp_path: Path) -> None:
     printed = _bench("kernels", "--elements", "65536", "--out", str(file)).stdout
     assert "memcpy" in printed
     assert "GB/s" in printed
-    assert "encode" in _results(file.read_text(encoding="utf-8"))
+    rows = _results(file.read_text(encoding="utf-8"))
+    assert rows["encode"]["speedup"] is None
+    assert "speed-up" not in printed
+
+
+def test_kernels_on_several_threads() -> None:
+    printed = _bench("kernels", "--elements", "262144", "--threads", "2", "--json").stdout
+    assert json.loads(printed)["settings"]["threads"] == 2
+    rows = _results(printed)
+    slow = {name for name in rows if name.startswith("encode, times faster than")}
+    assert {name for name, row in rows.items() if row["speedup"] is None} == slow
+    assert all(row["speedup"] > 0 for name, row in rows.items() if name not in slow)
+    assert rows["encode"]["ratio"] == pytest.approx(
+        rows["encode"]["baseline_seconds"] / rows["encode"]["seconds"] * 20.125 / 8
+    )
 
 
 def test_exchange_as_json() -> None:

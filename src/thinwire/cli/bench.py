@@ -40,6 +40,7 @@ from thinwire.testbed.supervisor import ChildError
 FEWEST_ELEMENTS, MOST_ELEMENTS = 4096, 10**12
 MOST_REPEATS = 1_000_000
 MOST_WINDOWS = 4096
+MOST_THREADS = 1024
 LONGEST_TURN = 86_400.0
 
 app = typer.Typer(help="Measure, as ratios within one run.", no_args_is_help=True)
@@ -56,20 +57,29 @@ def kernels(
         int, integer(FEWEST_ELEMENTS, "Elements that every kernel runs over.", maximum=MOST_ELEMENTS)
     ] = 25_000_000,
     repeats: _Repeats = 11,
+    threads: Annotated[
+        int,
+        integer(1, "Measure the speed-up on so many threads too, in turns with one.", maximum=MOST_THREADS),
+    ] = 1,
     as_json: _Json = False,
     out: _Out = None,
 ) -> None:
-    """Every kernel on one thread against a memcpy, and against torch."""
+    """Every kernel on one thread against a memcpy, and against torch.
+
+    With --threads, one more column: how many times faster each is on so many threads. Top-k, count sketches and
+    checksums always run on one.
+    """
     if not native.available():
         typer.echo(
             f"thinwire bench kernels: there are no native kernels to measure, {native.PATH} is missing", err=True
         )
         raise typer.Exit(1)
     check_elements(elements, processes=1)
-    rows = bench_kernels.measure(elements, repeats)
+    rows = bench_kernels.measure(elements, repeats, threads)
     if not as_json:
         table = Table(title=f"Kernels, {elements:,} elements, one thread, {bench_kernels.instruction_set()}")
-        for column in ("kernel", "ms", "bytes an element", "GB/s", "against", "its ms", "ratio"):
+        columns = ["kernel", "ms", "bytes an element", "GB/s", "against", "its ms", "ratio"]
+        for column in [*columns, f"speed-up on {threads} threads"] if threads > 1 else columns:
             table.add_column(column, justify="left" if column in ("kernel", "against") else "right")
         for row in rows:
             table.add_row(
@@ -80,9 +90,10 @@ def kernels(
                 row.baseline,
                 f"{row.baseline_seconds * 1e3:.2f}",
                 f"{row.ratio:.2f}",
+                *([] if threads == 1 else ["" if row.speedup is None else f"{row.speedup:.2f}"]),
             )
         Console().print(table)
-    settings = {"elements": elements, "repeats": repeats, "isa": bench_kernels.instruction_set()}
+    settings = {"elements": elements, "repeats": repeats, "threads": threads, "isa": bench_kernels.instruction_set()}
     _write("kernels", settings, [asdict(row) for row in rows], as_json=as_json, out=out)
 
 

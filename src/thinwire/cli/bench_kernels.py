@@ -1,4 +1,4 @@
-"""How fast the kernels are, each as a ratio to a memcpy in the same run on the same thread."""
+"""How fast the kernels are, each as a ratio to a memcpy in the same run on the same thread, and on several threads."""
 
 from __future__ import annotations
 
@@ -37,6 +37,8 @@ class KernelResult:
     """Bytes per second relative to memcpy. If the name states otherwise: the speed-up, or the time relative to
     the baseline, where less is better."""
     higher_is_better: bool = True
+    speedup: float | None = None
+    """How many times faster it is on several threads than on one, if that was measured."""
 
 
 @dataclass(frozen=True)
@@ -48,18 +50,21 @@ class _Case:
     """By what against a memcpy of as many fp32 elements: bytes per second, how many times faster, or times the time."""
 
 
-def measure(elements: int, repeats: int) -> list[KernelResult]:
-    """Run every kernel over `elements` elements, in rounds that take turns, so that noise hits all alike."""
+def measure(elements: int, repeats: int, threads: int = 1) -> list[KernelResult]:
+    """Run every kernel over `elements` elements, in rounds that take turns, so that noise hits all alike.
+
+    With `threads` > 1, also on so many threads, in turns with one; all else is measured on one.
+    """
     elements = -(-elements // 64) * 64
-    threads = torch.get_num_threads()
+    before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return _measure(elements, repeats)
+        return _measure(elements, repeats, threads)
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(before)
 
 
-def _measure(elements: int, repeats: int) -> list[KernelResult]:
+def _measure(elements: int, repeats: int, threads: int) -> list[KernelResult]:
     torch.manual_seed(0)
     grad = torch.randn(elements)
     to = torch.empty_like(grad)
@@ -67,11 +72,20 @@ def _measure(elements: int, repeats: int) -> list[KernelResult]:
     cases = [copy, *_birder_cases(grad), *_sign_cases(grad), *_float_cases(grad)]
     cases += [*_quantize_cases(grad), *_markov_cases(grad), *_sparse_cases(grad), _checksum_case(grad)]
     seconds: dict[str, list[float]] = {case.name: [] for case in cases}
+    shared: dict[str, list[float]] = {case.name: [] for case in cases if threads > 1}
     for turn in range(repeats + 1):
         for case in cases:
             taken = _time(case.run)
             if turn:  # the first turn only brings the pages in
                 seconds[case.name].append(taken)
+        # The memcpy comes last: torch's threads go on for a moment after their work, on the cores of the next case.
+        for case in [*cases[1:], copy] if threads > 1 else []:
+            torch.set_num_threads(threads)
+            taken = _time(case.run)
+            torch.set_num_threads(1)
+            if turn:
+                shared[case.name].append(taken)
+    speedups = {name: median(seconds[name]) / median(taken) for name, taken in shared.items()}
     middle = {name: median(taken) for name, taken in seconds.items()}
     memcpy = middle[copy.name]
     rows: list[KernelResult] = []
@@ -83,7 +97,16 @@ def _measure(elements: int, repeats: int) -> list[KernelResult]:
         elif case.judged == "time":
             ratio = taken / memcpy
         rows.append(
-            KernelResult(case.name, taken, case.bytes_per_element, copy.name, memcpy, ratio, case.judged != "time")
+            KernelResult(
+                name=case.name,
+                seconds=taken,
+                bytes_per_element=case.bytes_per_element,
+                baseline=copy.name,
+                baseline_seconds=memcpy,
+                ratio=ratio,
+                higher_is_better=case.judged != "time",
+                speedup=speedups.get(case.name),
+            )
         )
     encode = middle["encode"]
     for name, run, share in _slow_encodes(grad):

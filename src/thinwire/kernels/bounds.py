@@ -68,6 +68,7 @@ class Bounds:
         "version",
         "whole",
         "words",
+        "work",
     )
 
     def __init__(self, kernel: str, runs: Tensor) -> None:
@@ -82,6 +83,8 @@ class Bounds:
         """The flat space: the first element, and where the elements end, as they are and rounded up to whole words."""
         self.param, self.floats, self.shards = 0, 0, 0
         """Where the elements end in their parameter, where floats end in a packet, and how many shards there are."""
+        self.work = sum(count for _, _, count, *_ in self._rows)
+        """The elements of all runs."""
         self.longest = max((count for _, _, count, *_ in self._rows), default=0)
         for element, in_param, count, byte, _, shard in self._rows:
             if element % WORD:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from thinwire.errors import CorruptPacket, GradientChanged, PeerLost
+from thinwire.kernels.threads import Lent, borrow
 
 Task = Callable[[], None]
 
@@ -69,12 +70,13 @@ def _is_secondhand(exception: BaseException) -> bool:
 class Lane:
     """Runs tasks in order: on its own thread, or inside `submit` if `threaded` is false.
 
-    The first task that raises stops the lane and all others that share its `failure`. Later tasks are dropped.
+    The first task that raises stops the lane and all others that share its `failure`. Later tasks are dropped. Kernels
+    on its thread use as many threads as are `lent` to it, by default one.
     """
 
     _closed = False
 
-    def __init__(self, *, threaded: bool, failure: Failure | None = None) -> None:
+    def __init__(self, *, threaded: bool, failure: Failure | None = None, lent: Lent | None = None) -> None:
         self._failure = failure or Failure()
         self._threaded = threaded
         if threaded:
@@ -83,7 +85,7 @@ class Lane:
             self._tasks: queue.SimpleQueue[Task | threading.Event | None] = queue.SimpleQueue()
             # The thread holds no reference to the lane, and none to its failure for long, whose traceback refers to the
             # owner of the lane. So the owner can be collected, and the thread ends.
-            arguments = (self._tasks, weakref.ref(self._failure))
+            arguments = (self._tasks, weakref.ref(self._failure), lent or Lent())
             self._thread = _LaneThread(target=_run_tasks, args=arguments, name="thinwire-lane", daemon=True)
             self._thread.start()
             finalizer = weakref.finalize(self, _dismiss, self._thread, self._tasks)
@@ -159,7 +161,10 @@ def _join_dismissed() -> None:
             thread.join(_EXIT_SECONDS)
 
 
-def _run_tasks(tasks: queue.SimpleQueue[Task | threading.Event | None], failure_of_lane: weakref.ref[Failure]) -> None:
+def _run_tasks(
+    tasks: queue.SimpleQueue[Task | threading.Event | None], failure_of_lane: weakref.ref[Failure], lent: Lent
+) -> None:
+    borrow(lent)
     # When the lane has been collected, the last tasks still run, because other ranks wait for their messages.
     own_failure = Failure()
     while (task := tasks.get()) is not None:

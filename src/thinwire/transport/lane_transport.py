@@ -17,6 +17,7 @@ from torch import Tensor
 
 from thinwire.errors import CorruptPacket
 from thinwire.kernels.ops import Kernels
+from thinwire.kernels.threads import Lent
 from thinwire.metrics import Meter
 from thinwire.transport import packet
 from thinwire.transport.bucket_exchange import BucketExchange
@@ -137,7 +138,8 @@ class LaneTransport(Transport):
 
     def __init__(self, connections: Connections, kernels: Kernels, meter: Meter, *, threaded: bool) -> None:
         super().__init__(connections, kernels, meter)
-        self._lanes = [Lane(threaded=threaded, failure=self._failure) for _ in range(3)]
+        self._lent = Lent()
+        self._lanes = [Lane(threaded=threaded, failure=self._failure, lent=self._lent) for _ in range(3)]
         self._sending, self._answering, self._collecting = self._lanes
         self._endpoints: weakref.WeakKeyDictionary[PacketBuffers, _Endpoint] = weakref.WeakKeyDictionary()
         self._endpoint: _Endpoint | None = None
@@ -299,8 +301,9 @@ class LaneTransport(Transport):
         """See `Transport`."""
         try:
             self.commit()
-            for lane in self._lanes:
-                lane.drain()
+            with self._lent.while_waiting():
+                for lane in self._lanes:
+                    lane.drain()
             self._left = False
         except BaseException as interruption:  # Ctrl-C, or an exception from the handler of another signal
             self.abort(interruption)

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from thinwire.kernels import arguments, reference
+from thinwire.kernels import arguments, reference, threads
 from thinwire.kernels.bounds import refuse_indices
 from thinwire.kernels.native import library
 from thinwire.kernels.native.binding import bind, prepare
@@ -22,7 +22,8 @@ REMEDY = library.REMEDY
 _ON_FAILURE = {"sparse_amsgrad": refuse_indices}
 _library = library.load()
 _in_use: dict[str, Any] = {}
-"""The kernels of the instruction set in use by their name; the functions of `KERNELS` look them up here."""
+"""What the functions of `KERNELS` look up: the kernels of the instruction set in use by their name, their table, and
+the same kernels on several threads."""
 _isa = ""
 
 
@@ -43,10 +44,10 @@ def use_isa(name: str) -> None:
         ValueError: when this build or this machine does not have it.
     """
     global _isa  # noqa: PLW0603 - there is one library per process
-    kernels = None if _library is None else _library.kernels_for(name)
-    if kernels is None:
+    table = None if _library is None else _library.table_of(name)
+    if _library is None or table is None:
         raise ValueError(f"THINWIRE_ISA={name!r}: this machine or build has no such kernels, it uses {_isa!r}")
-    _in_use.update(kernels)
+    _in_use.update(_library.kernels_at(table, name), _table=table)
     _isa = name
 
 
@@ -60,6 +61,11 @@ def raw(name: str) -> Callable[..., Any]:
     return _in_use[name]
 
 
+def on_threads(name: str) -> bool:
+    """Whether several threads can share a call of a kernel."""
+    return f"{name}_on_threads" in _in_use
+
+
 def prepared(name: str, varying: str, arguments: Mapping[str, Any]) -> Callable[[Tensor], Any]:
     """A kernel that takes the argument `varying`, and has all others; see `binding.prepare`."""
     return prepare(declarations()[name], getattr(reference, name), KERNELS[name], arguments, varying, _in_use)
@@ -69,6 +75,7 @@ def _bound() -> dict[str, Callable[..., Any]]:
     if _library is None:
         return {}
     use_isa(_library.best_isa)
+    _in_use.update({f"{name}_on_threads": kernel for name, kernel in _library.on_threads.items()}, _threads=threads)
     functions = {
         name: bind(declaration, getattr(reference, name), getattr(arguments, name), _in_use, _ON_FAILURE.get(name))
         for name, declaration in _library.declarations.items()

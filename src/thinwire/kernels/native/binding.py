@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import inspect
 import linecache
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from thinwire.kernels import threads
 from thinwire.kernels.bounds import bounds_of
 from thinwire.kernels.native.library import Declaration, Parameter
 
@@ -27,6 +28,13 @@ _SUFFIXES = {
     "_rows": "{0}.shape[0]",
     "_columns": "{0}.shape[1]",
 }
+_WORK = {
+    "n_runs": "bounds.work",
+    "words": "64 * words",
+    "rows_columns": "rows.shape[1]",
+    "values_size": "values.numel()",
+}
+"""How many elements a call runs over, by the parameter that says so."""
 _IF_NONE = {"beta_b": "beta"}
 """Arguments that are those of another name when they are None."""
 
@@ -44,7 +52,8 @@ def bind(
         declaration: the kernel as the library declares it.
         reference: the function of the reference, whose signature it gets.
         check: what checks the tensors; its arguments are some of the reference's.
-        names: where the function looks up the kernel, by its name, whenever it is called.
+        names: where the function looks up the kernel, by its name, whenever it is called; and "<name>_on_threads", if
+            there is one, with the `_table` of kernels that it is given and the module `_threads`.
         on_failure: called with those of the arguments that it takes when the kernel returns 0.
 
     Raises:
@@ -55,6 +64,9 @@ def bind(
     has_runs = "runs" in arguments
     values = [_value(declaration, parameter, arguments) for parameter in declaration.parameters]
     call = f"{name}({', '.join(values)})"
+    if f"{name}_on_threads" in names:
+        alone = f"{_work(declaration)} < _threads.LEAST or (_number := _threads.number()) < 2"
+        call = f"({call} if {alone} else {_on_threads(name, values)})"
     checking = f"check_{name}({', '.join(_taken_by(check))})"
     body = [f"bounds = {checking}" if has_runs else checking]
     body += [f"if {one} is None: {one} = {other}" for one, other in _IF_NONE.items() if one in arguments]
@@ -129,9 +141,22 @@ def prepare(
             "pointer" if parameter.name == varying else repr(eval(value, scope))
             for parameter, value in zip(declaration.parameters, values, strict=True)
         ]
-        return eval(f"lambda pointer: {declaration.name}({', '.join(fixed)})", names)
+        call = f"{declaration.name}({', '.join(fixed)})"
+        if f"{declaration.name}_on_threads" in names and eval(_work(declaration), scope) >= threads.LEAST:
+            call += f" if (_number := _threads.number()) < 2 else {_on_threads(declaration.name, fixed)}"
+        return eval(f"lambda pointer: ({call})", names)
 
     return call
+
+
+def _work(declaration: Declaration) -> str:
+    """The expression for how many elements a call of a kernel runs over that several threads can share."""
+    return next(_WORK[parameter.name] for parameter in declaration.parameters if parameter.name in _WORK)
+
+
+def _on_threads(name: str, values: Sequence[str]) -> str:
+    """The call of a kernel on several threads."""
+    return f"{name}_on_threads(_table, _number, {', '.join(values)})"
 
 
 def _value(declaration: Declaration, parameter: Parameter, arguments: Mapping[str, inspect.Parameter]) -> str:

@@ -61,10 +61,11 @@ class Declaration:
     result: str
     parameters: tuple[Parameter, ...]
 
-    def at(self, address: int) -> Callable[..., Any]:
-        """The kernel at an address, as a function."""
+    def at(self, address: int, *, on_threads: bool = False) -> Callable[..., Any]:
+        """The kernel at an address, as a function; that on several threads takes a table and their number first."""
+        first = (ctypes.c_void_p, ctypes.c_int) if on_threads else ()
         types = (parameter.ctype for parameter in self.parameters)
-        return ctypes.CFUNCTYPE(_TYPES[self.result], *types)(address)
+        return ctypes.CFUNCTYPE(_TYPES[self.result], *first, *types)(address)
 
 
 def parse(text: str) -> dict[str, Declaration]:
@@ -95,26 +96,37 @@ class Library:
         try:
             declarations, best_isa = self._library.thinwire_declarations, self._library.thinwire_best_isa
             self._kernels_for = self._library.thinwire_kernels_for
+            table_on_threads = self._library.thinwire_on_threads
         except AttributeError as error:
             raise ImportError(f"{path} is of another version of thinwire: install thinwire again") from error
         declarations.restype = best_isa.restype = ctypes.c_char_p
         self._kernels_for.restype, self._kernels_for.argtypes = ctypes.c_void_p, [ctypes.c_char_p]
         self.declarations = parse(declarations().decode())
         self.best_isa: str = best_isa().decode()
+        table_on_threads.restype = ctypes.c_void_p
+        addresses = self._addresses(table_on_threads())
+        self.on_threads = {
+            name: self.declarations[name].at(at, on_threads=True) for name, at in addresses.items() if at
+        }
+        """The kernels that can run on several threads, by their name."""
 
-    def kernels_for(self, isa: str) -> dict[str, Callable[..., Any]] | None:
-        """The kernels of an instruction set by their name; None when this build or machine does not have it."""
-        table = self._kernels_for(isa.encode())
-        if table is None:
-            return None
+    def _addresses(self, table: int) -> dict[str, int | None]:
         addresses = (ctypes.c_void_p * len(self.declarations)).from_address(table)
-        for name, address in zip(self.declarations, addresses, strict=True):
+        return dict(zip(self.declarations, addresses, strict=True))
+
+    def table_of(self, isa: str) -> int | None:
+        """The address of the kernels of an instruction set; None when this build or machine does not have it."""
+        return self._kernels_for(isa.encode())
+
+    def kernels_at(self, table: int, isa: str) -> dict[str, Callable[..., Any]]:
+        """The kernels of an instruction set by their name."""
+        addresses = self._addresses(table)
+        for name, address in addresses.items():
             if address is None:
                 raise ImportError(
                     f"{PATH} declares the kernel {name} and has none for {isa}: no file in csrc defines it"
                 )
-        named = zip(self.declarations.values(), addresses, strict=True)
-        return {declaration.name: declaration.at(address) for declaration, address in named}
+        return {name: self.declarations[name].at(address) for name, address in addresses.items() if address}
 
 
 def load() -> Library | None:
