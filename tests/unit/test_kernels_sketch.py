@@ -367,14 +367,12 @@ def sampled(total: int) -> list[int]:
     samples = min(total // 8, 2**15)
     draws = _mix(torch.arange(samples), 0, 0).tolist()
     starts = [i * total // samples for i in range(samples + 1)]
-    return [
-        start + (draw * (stop - start) >> 32) for (start, stop), draw in zip(pairwise(starts), draws, strict=True)
-    ]
+    return [start + (draw * (stop - start) >> 32) for (start, stop), draw in zip(pairwise(starts), draws, strict=True)]
 
 
 @pytest.mark.parametrize("favoured", [True, False])
 def test_a_sample_that_misleads_changes_nothing(favoured: bool) -> None:
-    """The elements that are read first have the largest keys, and too few of the others are as large; or the smallest."""
+    """If the elements that are read first have the largest keys, too few of the others are as large."""
     total, k = 80_000, 15_000
     case = sketch_top_k_case([total], k, seed=0, rows=5, columns=1000)  # of this seed the range begins at 0
     assert case["ranges"].tolist() == [[0, total]]

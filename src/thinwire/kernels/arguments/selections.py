@@ -10,7 +10,7 @@ MAX_SKETCH_ROWS = 15
 MAX_SKETCH_COLUMNS = 2**30
 MAX_SKETCH_ELEMENTS = 2**31 - 1
 _TALLY_BYTES = 2**19
-"""What `sketch_top_k` notes about the elements that it looks at together: see `kTallied` in csrc/sketch.inc."""
+"""Two bytes for each of the elements that `sketch_top_k` looks at together: see `kTallied` in csrc/sketch.inc."""
 
 
 def top_k_scratch(indices: Tensor) -> int:
