@@ -256,6 +256,10 @@ def scratch_for(k: int) -> Tensor:
     return guarded(torch.full((2 * k,), -1))
 
 
+def sketch_scratch_for(k: int, table: Tensor) -> Tensor:
+    return guarded(torch.full((-(-(16 * k + 2**19 + table.numel()) // 8),), -1))
+
+
 def top_k_case(values: Tensor, k: int, *, elements_off: int = 0) -> dict[str, Any]:
     return {
         "values": guarded(values, elements_off=elements_off),
@@ -299,7 +303,7 @@ def sketch_top_k_case(counts: list[int], k: int, *, seed: int, rows: int, column
         "peak": guarded(peak),
         "ranges": guarded(torch.tensor(ranges)),
         "indices": guarded(torch.full((k,), -1, dtype=torch.int32)),
-        "scratch": scratch_for(k),
+        "scratch": sketch_scratch_for(k, table),
         "coefficients": guarded(coefficients_of(rows, generator)),
     }
 

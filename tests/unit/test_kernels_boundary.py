@@ -286,7 +286,7 @@ def test_more_rows_than_a_sketch_has_room_for_are_refused() -> None:
 @pytest.mark.parametrize("operation", ["top_k", "sketch_top_k"])
 def test_more_than_there_are_cannot_be_selected(operation: str) -> None:
     case = {key: copy_of(argument) for key, argument in SMALL_CASES[operation].items()}
-    indices, scratch = torch.zeros(104, dtype=torch.int32), torch.zeros(208, dtype=torch.int64)
+    indices, scratch = torch.zeros(104, dtype=torch.int32), torch.zeros(1 << 17, dtype=torch.int64)
     with pytest.raises(ValueError, match=rf"^{operation}: indices has 104 elements: expected at most 10[03]"):
         call("native", operation, case | {"indices": indices, "scratch": scratch})
 

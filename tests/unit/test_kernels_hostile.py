@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.unit.kernel_cases import each_backend, guarded, kernels_of, random
-from tests.unit.markov_cases import scratch_for
+from tests.unit.markov_cases import scratch_for, sketch_scratch_for
 from thinwire.compressors.codecs.count_sketch import CountSketch
 from thinwire.kernels.ops import BACKENDS
 
@@ -68,7 +68,7 @@ def test_a_sketch_of_what_is_not_a_number(
     ranges = torch.tensor([[64, 300], [512, 488]])
     indices = guarded(torch.full((k,), -1, dtype=torch.int32))
     with kernels_of(backend) as kernels:
-        kernels.sketch_top_k(table, peak, ranges, indices, scratch_for(k), coefficients=coefficients)
+        kernels.sketch_top_k(table, peak, ranges, indices, sketch_scratch_for(k, table), coefficients=coefficients)
     assert_selection(indices, range(64, 1000))
     assert not bool(((indices >= 364) & (indices < 512)).any())
 

@@ -36,14 +36,15 @@ from tests.unit.markov_cases import (
     PRIME,
     coefficients_of,
     same_selection,
-    scratch_for,
     sketch_case,
+    sketch_scratch_for,
     sketch_top_k_case,
 )
 from tests.unit.test_kernels_invariants import vast
 from tests.unit.test_kernels_sums import adversarial
 from thinwire.kernels.ops import Kernels
 from thinwire.kernels.reference import hashes
+from thinwire.kernels.rng import _mix
 
 LAST_WORD = 2**31 - WORD
 """The first element of the last word that has elements below the prime, of which there are 63."""
@@ -346,6 +347,63 @@ def test_sketch_top_k_whatever_it_is_given(counts: list[int], share: float, **ca
     same_selection("sketch_top_k", **sketch_top_k_case(counts, max(1, round(share * sum(counts))), **case))
 
 
+@pytest.mark.parametrize("rows", [1, 2, 5, 6])
+@pytest.mark.parametrize("share", [1e-5, 0.01, 0.3])
+def test_sketch_top_k_of_more_than_it_looks_at_together(rows: int, share: float) -> None:
+    """Here a sample decides which elements are read. Roots of `peak` span more than cells are rounded to."""
+    counts = [2**18 + 65, 64 * 300 + 1, 7]
+    case = sketch_top_k_case(counts, math.ceil(share * sum(counts)), seed=rows, rows=rows, columns=5000)
+    case["table"].copy_(torch.randn(rows, 5000, generator=random(3)))
+    assert same_selection("sketch_top_k", **case) == sorted(set(case["indices"].tolist()))
+    peak = case["peak"]
+    peak.copy_(torch.where(peak.isnan(), peak, torch.exp2(6 * torch.randn(peak.shape, generator=random(4)))))
+    same_selection("sketch_top_k", **case)
+    peak.copy_(torch.where(peak.isnan(), peak, 1e-4))
+    same_selection("sketch_top_k", **case)
+
+
+def sampled(total: int) -> list[int]:
+    """The elements that the native kernel reads first, of one range that begins at 0."""
+    samples = min(total // 8, 2**15)
+    draws = _mix(torch.arange(samples), 0, 0).tolist()
+    starts = [i * total // samples for i in range(samples + 1)]
+    return [start + (draw * (stop - start) >> 32) for (start, stop), draw in zip(pairwise(starts), draws, strict=True)]
+
+
+@pytest.mark.parametrize("favoured", [True, False])
+def test_a_sample_that_misleads_changes_nothing(favoured: bool) -> None:
+    """If the elements that are read first have the largest keys, too few of the others are as large."""
+    total, k = 80_000, 15_000
+    case = sketch_top_k_case([total], k, seed=0, rows=5, columns=1000)  # of this seed the range begins at 0
+    assert case["ranges"].tolist() == [[0, total]]
+    case["table"].copy_(torch.randn(5, 1000, generator=random(3)))
+    case["peak"].fill_(1.0)[sampled(total)] = 1e-12 if favoured else 1e12
+    chosen = same_selection("sketch_top_k", **case)
+    assert len(set(chosen) & set(sampled(total))) == (10_000 if favoured else 0)
+
+
+@pytest.mark.parametrize("cells", [0, 3, 40])
+def test_zeros_are_selected_if_there_is_not_enough_else(cells: int) -> None:
+    """Of one magnitude, the lowest elements: a table that is almost empty, as of gradients of few rows."""
+    total = 2**18 + 2**17
+    case = sketch_top_k_case([total], 20_000, seed=0, rows=3, columns=2000)
+    case["table"].zero_()
+    case["table"][:, :cells] = 1e-30
+    case["peak"].fill_(1.0)
+    selection = same_selection("sketch_top_k", **case)
+    assert set(range(10_000)) <= set(selection)
+    assert (selection == list(range(20_000))) == (cells == 0)
+
+
+@pytest.mark.parametrize("peak", [0.0, math.inf, 1e-45, 3e38])
+def test_a_peak_that_is_no_ordinary_number(peak: float) -> None:
+    """Quotients are infinite, zero or no numbers then."""
+    case = sketch_top_k_case([20_000], 500, seed=0, rows=5, columns=1000)
+    case["peak"][::70] = peak
+    case["table"][:, ::3] = 0.0
+    same_selection("sketch_top_k", **case)
+
+
 def test_ties_go_to_the_lower_element() -> None:
     """An empty table makes everything a tie, and a table of few magnitudes much of it."""
     case = sketch_top_k_case([100, 30, 70], 120, seed=0, rows=3, columns=9)
@@ -372,9 +430,9 @@ def test_heavy_coordinates_are_found_again(backend: str) -> None:
     ranges = torch.tensor([[0, 64], [64, 19_000], [19_072, 928]])
     with kernels_of(backend) as kernels:
         table = sketched(kernels, values, coefficients, 400)
-        kernels.sketch_top_k(table, peak, ranges, indices, scratch_for(k), coefficients=coefficients)
+        kernels.sketch_top_k(table, peak, ranges, indices, sketch_scratch_for(k, table), coefficients=coefficients)
         assert indices.tolist() == heavy
-        kernels.sketch_top_k(table, peak, ranges, found, scratch_for(1), coefficients=coefficients)
+        kernels.sketch_top_k(table, peak, ranges, found, sketch_scratch_for(1, table), coefficients=coefficients)
         assert found.tolist() == [19_999]
         kernels.sketch_estimate(table, values, coefficients, first=0, weight=-1.0)
     assert float(values[heavy].abs().max()) < 0.2
@@ -393,5 +451,5 @@ def test_the_last_elements_are_found_too(backend: str) -> None:
     with kernels_of(backend) as kernels:
         kernels.sketch_add(values, table, coefficients, first=first)
         ranges = torch.tensor([[first, PRIME - first]])
-        kernels.sketch_top_k(table, peak, ranges, indices, scratch_for(3), coefficients=coefficients)
+        kernels.sketch_top_k(table, peak, ranges, indices, sketch_scratch_for(3, table), coefficients=coefficients)
     assert indices.tolist() == [first, first + 40, PRIME - 1]

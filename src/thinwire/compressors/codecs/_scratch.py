@@ -14,8 +14,8 @@ class Scratch:
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.int64, device=HOST)
 
-    def reserve(self, indices: Tensor) -> Tensor:
-        """Memory that is large enough to select as many elements as `indices` has."""
-        if self._memory.numel() < 2 * indices.numel():
-            self._memory = torch.empty(2 * indices.numel(), dtype=torch.int64, device=HOST)
+    def reserve(self, size: int) -> Tensor:
+        """At least `size` int64 numbers."""
+        if self._memory.numel() < size:
+            self._memory = torch.empty(size, dtype=torch.int64, device=HOST)
         return self._memory

@@ -18,6 +18,7 @@ from thinwire._checks import is_integer
 from thinwire.compressors.codecs import AddingCodec
 from thinwire.compressors.codecs._scratch import Scratch
 from thinwire.kernels import rng
+from thinwire.kernels.arguments.selections import sketch_top_k_scratch
 from thinwire.kernels.ops import Kernels
 from thinwire.transport.memory import HOST
 
@@ -82,8 +83,9 @@ class CountSketch(AddingCodec):
             ranges: (first, count) of the ranges to search, in order; each begins at a multiple of 64.
             indices: int32; receives the indices in ascending order.
         """
-        scratch = self._scratch.reserve(indices)
-        self._kernels.sketch_top_k(self._table(packet), peak, ranges, indices, scratch, coefficients=self._coefficients)
+        table = self._table(packet)
+        scratch = self._scratch.reserve(sketch_top_k_scratch(indices, table))
+        self._kernels.sketch_top_k(table, peak, ranges, indices, scratch, coefficients=self._coefficients)
 
     def _table(self, packet: Tensor) -> Tensor:
         return packet.view(torch.float32)[: self.rows * self.columns].view(self.rows, self.columns)

@@ -11,6 +11,7 @@ from thinwire._checks import is_number
 from thinwire.compressors.codecs import Codec, Projection
 from thinwire.compressors.codecs._scratch import Scratch
 from thinwire.compressors.codecs.dense import Floats
+from thinwire.kernels.arguments.selections import top_k_scratch
 from thinwire.kernels.ops import Kernels
 
 _ENTRY_BYTES = 8
@@ -59,7 +60,7 @@ class TopK(Projection):
         """See `Codec`."""
         self._check(values, packet)
         indices, amounts = self._entries(packet)
-        self._kernels.top_k(values, indices, self._scratch.reserve(indices))
+        self._kernels.top_k(values, indices, self._scratch.reserve(top_k_scratch(indices)))
         torch.index_select(values, 0, indices, out=amounts)
 
     def decode(self, packet: Tensor, values: Tensor, weight: float = 1.0) -> None:

@@ -9,12 +9,26 @@ from thinwire.kernels.bounds import F32, I32, I64, Device, need, need_number, ra
 MAX_SKETCH_ROWS = 15
 MAX_SKETCH_COLUMNS = 2**30
 MAX_SKETCH_ELEMENTS = 2**31 - 1
+_TALLY_BYTES = 2**19
+"""Two bytes for each of the elements that `sketch_top_k` looks at together: see `kTallied` in csrc/sketch.inc."""
 
 
-def _selection(kernel: str, indices: Tensor, scratch: Tensor, among: int, device: Device) -> None:
+def top_k_scratch(indices: Tensor) -> int:
+    """The length of the scratch memory of `top_k`."""
+    return 2 * indices.numel()
+
+
+def sketch_top_k_scratch(indices: Tensor, table: Tensor) -> int:
+    """The length of the scratch memory of `sketch_top_k`: besides that of `top_k`, a byte per cell of the table."""
+    if indices.numel() == 0:
+        return 0
+    return top_k_scratch(indices) + -(-(_TALLY_BYTES + table.numel()) // I64.itemsize)
+
+
+def _selection(kernel: str, indices: Tensor, scratch: Tensor, scratch_size: int, among: int, device: Device) -> None:
     chosen = indices.numel()
     need(kernel, "indices", indices, I32, chosen, device)
-    need(kernel, "scratch", scratch, I64, 2 * chosen, device)
+    need(kernel, "scratch", scratch, I64, scratch_size, device)
     if chosen > among:
         raise ValueError(f"{kernel}: indices has {chosen} elements: expected at most {among}, which it selects from")
 
@@ -22,7 +36,7 @@ def _selection(kernel: str, indices: Tensor, scratch: Tensor, among: int, device
 def top_k(values: Tensor, indices: Tensor, scratch: Tensor, device: Device = None) -> None:
     """Check the tensors of `top_k`."""
     need("top_k", "values", values, F32, 0, device)
-    _selection("top_k", indices, scratch, values.numel(), device)
+    _selection("top_k", indices, scratch, top_k_scratch(indices), values.numel(), device)
 
 
 def sparse_add(values: Tensor, indices: Tensor, amounts: Tensor, device: Device = None) -> None:
@@ -69,5 +83,5 @@ def sketch_top_k(
     within = ranges_of("sketch_top_k", ranges)
     _sketch("sketch_top_k", table, coefficients, device)
     need("sketch_top_k", "peak", peak, F32, within.end, device)
-    _selection("sketch_top_k", indices, scratch, within.elements, device)
+    _selection("sketch_top_k", indices, scratch, sketch_top_k_scratch(indices, table), within.elements, device)
     need_number("sketch_top_k", "the end of ranges", within.end, 0, MAX_SKETCH_ELEMENTS)

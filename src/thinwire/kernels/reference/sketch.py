@@ -43,7 +43,7 @@ def sketch_top_k(
     """The elements with the largest estimates in units of the root of `peak`, ascending; of equal ones the first.
 
     `ranges` has rows (first element, count) of those that are asked about, ascending and disjoint; `peak` has the
-    element `e` at `e`. `scratch` as of `top_k`.
+    element `e` at `e`. The native kernel uses `scratch`, see `sketch_top_k_scratch` in `kernels.arguments.selections`.
     """
     assert scratch.numel() >= 2 * indices.numel()
     none = torch.empty(0, dtype=torch.int64, device=peak.device)
