@@ -244,6 +244,7 @@ class DdpHook:
                 # DDP's buckets have zeros for a parameter that this backward did not use.
                 averager.add(p, gradient, present=p.grad is not None)
         if bucket.is_last():
+            self._synchronizes = False  # as in DDP: a second backward after the same forward averages nothing
             self._under_way = False
             self._give_to_unused(averager.finish())
 
