@@ -214,7 +214,7 @@ class DdpHook:
             grad = p.grad
             vector = None if grad is None else _vector(p, grad)
             if vector is None:  # of another order or dtype, or a hook of the user has taken it away
-                mean = torch.zeros_like(p) if _fills_memory(p) else torch.zeros(p.shape, dtype=p.dtype)
+                mean = torch.zeros_like(p) if _fills_memory(p) else torch.zeros(p.shape, dtype=p.dtype, device=p.device)
                 if grad is None:
                     p.grad = mean
                 else:
