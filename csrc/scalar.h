@@ -10,6 +10,14 @@
 #define THINWIRE_INLINE static inline __attribute__((always_inline))
 #define THINWIRE_INLINE_MEMBER inline __attribute__((always_inline))
 
+// Before a loop over the 16 to 64 elements of a block. GCC would take such a loop apart before it looks for vectors, and then
+// builds them element by element.
+#if defined(__clang__)
+#define THINWIRE_KEEP_LOOP
+#else
+#define THINWIRE_KEEP_LOOP _Pragma("GCC unroll 1")
+#endif
+
 namespace {
 
 using u16 = uint16_t;
@@ -138,6 +146,16 @@ struct Key {
 THINWIRE_INLINE Key key_for(u64 key, u64 counter) {
   const u64 k = splitmix(key + (counter >> 32));
   return {u32(k), u32(k >> 32)};
+}
+
+// Asks for the elements that a kernel reaches some words after the 64, or so many, at `at`. Processors fetch ahead by themselves,
+// but later than kernels need that go through several arrays, and not beyond the end of a page. Nothing happens where there is
+// no memory.
+template <class Cell>
+THINWIRE_INLINE void fetch_ahead(const Cell *at, int64_t n = 64) {
+  constexpr uintptr_t kLine = 64, kAhead = 2048;
+  const uintptr_t first = reinterpret_cast<uintptr_t>(at) + kAhead;
+  for (uintptr_t j = 0; j < uintptr_t(n) * sizeof(Cell); j += kLine) __builtin_prefetch(reinterpret_cast<const void *>(first + j));
 }
 
 THINWIRE_INLINE u64 load_word(const void *at) {

@@ -191,7 +191,10 @@ struct Gradient {
 
   // A word of it in fp32, for which there is `room` where it is not there already.
   THINWIRE_INLINE_MEMBER const float *get(int64_t at, int n, float *room) const {
-    if (dtype == THINWIRE_F32) return static_cast<const float *>(values) + at;
+    if (dtype == THINWIRE_F32) {
+      fetch_ahead(static_cast<const float *>(values) + at);
+      return static_cast<const float *>(values) + at;
+    }
     if (dtype == THINWIRE_BF16)
       widen(static_cast<const bf16 *>(values) + at, n, room);
     else

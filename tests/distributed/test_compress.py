@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -15,6 +17,7 @@ import thinwire
 from tests.distributed.averaging_runs import Averaging, train_each
 from tests.distributed.common import MANY_CASES_SECONDS, brain_net, half_net, run_nodes, token_loss, token_net
 from tests.distributed.test_ddp import branches, rank_takes_its_branch
+from tests.harness import run_ranks_expecting_errors
 from thinwire.averaging.catalogue import NAMES
 from thinwire.averaging.ddp import DdpHook
 
@@ -110,17 +113,21 @@ def test_compiled_model() -> None:
     assert_same(2, 1, [IN_DDP, replace(IN_DDP, model=compiled_net)])
 
 
-def encoded_before_the_hook(rank: int, world_size: int, static_graph: bool) -> list[int]:
-    """How many parameters are encoded when DDP calls the hook of its only bucket, in each step."""
+def encoded_during_backward(rank: int, world_size: int, static_graph: bool) -> list[int]:
+    """In each step, how many parameters are encoded when DDP calls the hook of its only bucket or, where DDP calls
+    none, at the end of backward."""
     found = []
-    exchange = DdpHook._exchange
 
-    def counting(self: DdpHook, bucket: GradBucket) -> None:
-        found.append(sum(self._averager._session.encoded))
-        exchange(self, bucket)
+    def counting(method: Callable[..., None]) -> Callable[..., None]:
+        def count(self: DdpHook, *arguments: GradBucket) -> None:
+            found.append(sum(self._averager._session.encoded))
+            method(self, *arguments)
+
+        return count
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DdpHook, "_exchange", counting)
+        for name in ("_exchange", "_finish"):
+            patch.setattr(DdpHook, name, counting(getattr(DdpHook, name)))
         model = DistributedDataParallel(token_net(), static_graph=static_graph)
         _ = thinwire.compress(model)
         model.module.get_parameter("scale").register_post_accumulate_grad_hook(lambda p: None)
@@ -134,5 +141,50 @@ def encoded_before_the_hook(rank: int, world_size: int, static_graph: bool) -> l
 
 def test_gradients_are_encoded_as_backward_produces_them() -> None:
     # Not the one that has a hook of the user, which may change it.
-    assert run_nodes(encoded_before_the_hook, 2, 1, False) == [[5, 5]] * 2
-    assert run_nodes(encoded_before_the_hook, 2, 1, True) == [[0, 0]] * 2
+    assert run_nodes(encoded_during_backward, 2, 1, False) == [[5, 5]] * 2
+    assert run_nodes(encoded_during_backward, 2, 1, True) == [[0, 0]] * 2
+
+
+def unusual_backwards(rank: int, world_size: int) -> list[str]:
+    """Gradients of several kinds that DDP would copy to its buckets and back, as text."""
+    found = []
+    for view in (False, True):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(strided(), gradient_as_bucket_view=view)
+        handle = thinwire.compress(model)
+        for step in range(4):
+            if not view and step == 1:  # a gradient in another order than its parameter
+                p = model.module.get_parameter("first.weight")
+                p.grad = torch.zeros(70, 70).t()
+            loss = strided_loss(model, rank, step)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="grad and param do not obey the gradient layout contract")
+                loss.backward(retain_graph=step == 2)
+            found.append(str({name: p.grad for name, p in model.named_parameters()}))
+            assert model.require_backward_grad_sync
+            assert model.require_forward_param_sync
+            if step == 2:  # DDP averages the first backward after a forward only
+                loss.backward()
+            if step == 3:  # of an evaluation that nothing follows
+                strided_loss(model, rank, step)
+            model.zero_grad()
+        assert handle.metrics().steps == 4
+    return found
+
+
+def test_means_are_the_same_with_and_without_the_buckets_of_ddp() -> None:
+    of_ranks = run_nodes(unusual_backwards, 2, 1)
+    assert of_ranks[0] == of_ranks[1]
+    assert of_ranks[0][:4] == of_ranks[0][4:]
+
+
+def without_a_gradient(rank: int, world_size: int) -> None:
+    model = DistributedDataParallel(branches())
+    _ = thinwire.compress(model)
+    for step in range(2):
+        rank_takes_its_branch(model, rank, step).backward()
+
+
+def test_a_parameter_without_a_gradient_is_named() -> None:
+    for error in run_ranks_expecting_errors(without_a_gradient, 2):
+        assert re.search(r"gave no gradient to '.*find_unused_parameters=True", error.message)

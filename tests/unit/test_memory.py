@@ -35,6 +35,26 @@ def test_memory_is_taken_by_writing_and_given_back() -> None:
     assert tensor.count_nonzero() == len(view)
 
 
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="other systems have no such advice")
+def test_large_tensors_get_huge_pages() -> None:
+    for elements, huge in ((ELEMENTS, True), (1000, False)):
+        tensor = untouched_zeros(elements, torch.float32, HOST)
+        assert ("hg" in flags_of_mapping(tensor.data_ptr())) == huge
+
+
+def flags_of_mapping(address: int) -> list[str]:
+    """How the system treats the memory at an address: `VmFlags` of proc(5)."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        field, *rest = line.split()
+        if not field.endswith(":"):
+            first, _, last = field.partition("-")
+            inside = int(first, 16) <= address < int(last, 16)
+        elif inside and field == "VmFlags:":
+            return rest
+    raise AssertionError(f"no mapping has the address {address:#x}")
+
+
 def test_a_part_of_a_tensor_becomes_zero_alone() -> None:
     tensor = untouched_zeros(ELEMENTS, torch.float32, HOST).fill_(3.0)
     zero_and_give_back(tensor[:100])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -114,11 +115,19 @@ class GradientAverager(WireOptimizer):
     def _encode_once(self, position: int, gradient: Tensor | None) -> None:
         with self.abort_on_error():
             if self._session.encoded[position]:
-                raise RuntimeError(
-                    f"parameter {self._names.get(self._flat_params[position], position)!r} got a gradient twice in one "
-                    "exchange. The backward before this one failed: make a new model and a new compression"
-                )
+                self.refuse_second_gradient(position)
             self._encode(position, gradient, 1.0)
+
+    def refuse_second_gradient(self, position: int) -> NoReturn:
+        """Raise the error for a parameter that gets a gradient twice in one exchange."""
+        raise RuntimeError(
+            f"parameter {self.name_of(position)!r} got a gradient twice in one exchange. The backward before this one "
+            "failed: make a new model and a new compression"
+        )
+
+    def name_of(self, position: int) -> str:
+        """What a message calls a parameter."""
+        return str(self._names.get(self._flat_params[position], position))
 
     @torch.no_grad()
     def finish(self) -> list[Tensor]:

@@ -1,10 +1,16 @@
-"""Compressed averaging inside DistributedDataParallel, as a communication hook.
+"""Compressed averaging inside DistributedDataParallel.
 
-DDP calls the hook once per bucket, in the same order on all ranks, when all gradients of the bucket are ready. Buckets
-of 25 MB would delay most of the exchange until backward is nearly over. So a hook on each parameter encodes its
-gradient as soon as autograd has accumulated it, and the session exchanges its own buckets while backward continues. The
-communication hook encodes what is left. For the last bucket it waits for the exchange and writes the means into all
-buckets. DDP then copies them into `.grad`, as after an all-reduce.
+A hook on each parameter encodes its gradient as soon as autograd has accumulated it, and the session exchanges its own
+buckets while backward continues.
+
+For DDP such a backward runs under `no_sync()`: it would copy all gradients into its buckets and back, which are two
+passes over memory. When all gradients are there, a callback at the end of backward waits for the exchange and writes
+the means into `.grad`.
+
+With `static_graph`, `find_unused_parameters` or `gradient_as_bucket_view` DDP knows more than that, or copies nothing.
+There the exchange is a communication hook. DDP calls it once per bucket, in the same order on all ranks, when all
+gradients of the bucket are ready. It encodes what is left, and for the last bucket it waits for the exchange and writes
+the means into all buckets. DDP then copies them into `.grad`, as after an all-reduce.
 """
 
 # No `from __future__ import annotations` here: DDP checks the annotations of its hook, which must be types.
@@ -21,7 +27,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from thinwire._ddp import ModelHook, check_hooks, give_back, take_over
-from thinwire._torch_compat import at_end_of_backward, post_accumulate_hook_count, synchronizes_gradients
+from thinwire._torch_compat import (
+    at_end_of_backward,
+    post_accumulate_hook_count,
+    set_buffer_synchronization,
+    set_gradient_synchronization,
+    synchronizes_gradients,
+)
 from thinwire.averaging.averager import GradientAverager, loss_scale
 from thinwire.transport.failures import on_all_ranks
 from thinwire.transport.layout import is_dense
@@ -57,6 +69,10 @@ def average_ddp(
     return averager
 
 
+_MOST_NAMES = 5
+"""In a message."""
+
+
 class DdpHook:
     """Averages the gradients of a model. See `thinwire._ddp.Exchanger`.
 
@@ -88,11 +104,20 @@ class DdpHook:
         """Whether the exchange of this backward has begun."""
         self._failed = False
         """Whether it has failed."""
+        self._direct = False
+        """Whether the next backward writes the means into `.grad` without DDP."""
+        self._arrived = [False] * len(averager.params)
+        """Whether each parameter has got a gradient in a direct backward."""
+        self._missing = len(averager.params)
+        """How many have not."""
         self._contents: dict[int, tuple[int, list[tuple[Tensor, int, Tensor]]]] = {}
         """For each bucket of DDP, the address of its buffer and what it contains; see `_contents_of`."""
         averager.loss_scale_now = functools.partial(loss_scale, grad_scaler)
         take_over(model, self)
-        self._hooks = [model.register_forward_pre_hook(ModelHook(self._before_forward))]
+        self._hooks: list[RemovableHandle] = [
+            model.register_forward_pre_hook(ModelHook(self._before_forward)),
+            model.register_forward_hook(ModelHook(self._after_forward), always_call=True),
+        ]
         own: weakref.ref[DdpHook] = weakref.ref(self)
         self._hooks += [_register_gradient_hook(p, position, own) for position, p in enumerate(averager.params)]
 
@@ -125,13 +150,39 @@ class DdpHook:
         if torch.is_grad_enabled():
             assert isinstance(model, DistributedDataParallel)
             self._synchronizes = synchronizes_gradients(model)
+            if self._synchronizes and 0 < self._missing < len(self._arrived):
+                self._refuse_unfinished()
+            self._direct = self._synchronizes and not (
+                model.static_graph or model.find_unused_parameters or model.gradient_as_bucket_view
+            )
+            if self._direct:
+                set_gradient_synchronization(model, enabled=False)
+
+    def _after_forward(self, model: nn.Module, *_: object) -> None:
+        if self._direct and torch.is_grad_enabled():
+            assert isinstance(model, DistributedDataParallel)
+            set_gradient_synchronization(model, enabled=True)
+            set_buffer_synchronization(model, enabled=True)
+
+    def _refuse_unfinished(self) -> NoReturn:
+        names = [self._averager.name_of(position) for position, arrived in enumerate(self._arrived) if not arrived]
+        listed = ", ".join(map(repr, names[:_MOST_NAMES])) + (" and others" if len(names) > _MOST_NAMES else "")
+        raise RuntimeError(
+            f"the last backward gave no gradient to {listed}, so no gradient was averaged. Use all parameters in the "
+            "loss, or create the model with DistributedDataParallel(find_unused_parameters=True). If that backward "
+            "failed, make a new model and a new compression"
+        )
 
     def on_accumulated(self, p: Tensor, position: int) -> None:
-        """Encode a gradient that autograd has accumulated, if it is the one that DDP will give to the hook."""
-        if not self._encodes_early or not self._synchronizes or post_accumulate_hook_count(p) > 1:
+        """Encode a gradient that autograd has accumulated, if it is the one that is averaged."""
+        if not self._synchronizes:
+            return
+        if self._direct:
+            self._note(position)
+        if not self._encodes_early or post_accumulate_hook_count(p) > 1:
             return  # a hook of the user may still change it
         if not self._under_way and not self._averager.connected:
-            return  # all ranks agree in the communication hook, which they call in the same order
+            return  # all ranks agree at the end of backward, or in the communication hook, in the same order
         grad = p.grad
         if grad is None or grad.dtype is not p.dtype or grad.stride() != p.stride() or not is_dense(p):
             return
@@ -139,6 +190,44 @@ class DdpHook:
         grad = grad.detach()
         vector = grad.view(-1) if grad.is_contiguous() else grad.as_strided((grad.numel(),), (1,))
         self._averager.encode(position, vector)
+
+    def _note(self, position: int) -> None:
+        """Note that a parameter has got its gradient in a direct backward."""
+        if self._arrived[position]:
+            with self._averager.abort_on_error():
+                self._averager.refuse_second_gradient(position)
+        self._arrived[position] = True
+        self._missing -= 1
+        if not self._missing:
+            at_end_of_backward(self._finish)
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        """Wait for the means of a direct backward, and write them into `.grad`."""
+        averager = self._averager
+        self._synchronizes = False  # as in DDP: a second backward after the same forward averages nothing
+        self._arrived = [False] * len(self._arrived)
+        self._missing = len(self._arrived)
+        self._begin()
+        copied: list[tuple[Tensor, Tensor]] = []
+        for position, p in enumerate(averager.params):
+            grad = p.grad
+            vector = None if grad is None else _vector(p, grad)
+            if vector is None:  # of another order or dtype, or a hook of the user has taken it away
+                mean = torch.zeros_like(p) if _fills_memory(p) else torch.zeros(p.shape, dtype=p.dtype, device=p.device)
+                if grad is None:
+                    p.grad = mean
+                else:
+                    copied.append((grad, mean.copy_(grad)))
+                vector = mean.as_strided((mean.numel(),), (1,))
+            if averager.is_encoded(position):
+                averager.write_to(position, vector)
+            else:
+                averager.add(p, vector, present=grad is not None)
+        self._under_way = False
+        averager.finish()
+        for grad, mean in copied:
+            grad.copy_(mean)
 
     def _begin(self) -> None:
         if not self._under_way:
@@ -155,6 +244,7 @@ class DdpHook:
                 # DDP's buckets have zeros for a parameter that this backward did not use.
                 averager.add(p, gradient, present=p.grad is not None)
         if bucket.is_last():
+            self._synchronizes = False  # as in DDP: a second backward after the same forward averages nothing
             self._under_way = False
             self._give_to_unused(averager.finish())
 
@@ -200,3 +290,18 @@ def _register_gradient_hook(p: Tensor, position: int, hook: weakref.ref[DdpHook]
 
 def _raise(error: BaseException) -> NoReturn:
     raise error
+
+
+def _vector(p: Tensor, grad: Tensor) -> Tensor | None:
+    """The memory of a gradient as a vector, if it has the dtype and the order of its parameter."""
+    if grad.dtype is not p.dtype:
+        return None
+    if grad.is_contiguous() and p.is_contiguous():
+        return grad.detach().view(-1)
+    return grad.detach().as_strided((grad.numel(),), (1,)) if grad.stride() == p.stride() and _fills_memory(p) else None
+
+
+def _fills_memory(p: Tensor) -> bool:
+    """Whether the elements of a parameter, in some order, are memory without gaps or overlaps: torch keeps the strides
+    of such tensors only."""
+    return torch.empty_like(p, device="meta").stride() == p.stride()

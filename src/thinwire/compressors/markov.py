@@ -46,7 +46,7 @@ class Markov:
         """What the receivers know of this worker, of this rank's slices."""
         self.mean = untouched_zeros(self._owned.size, torch.float32, layout.device)
         """The mean of the known values of all workers, of the shards that this rank owns."""
-        self.followed = torch.zeros(layout.size, dtype=torch.float32, device=layout.device)
+        self.followed = untouched_zeros(layout.size, torch.float32, layout.device)
         """What all ranks know of that mean."""
         self._difference = untouched_zeros(layout.own_size, torch.float32, layout.device)
         self._answer = torch.zeros(
@@ -143,7 +143,7 @@ class MarkovSign:
         self.sent_scales = torch.zeros(layout.shards, dtype=torch.float32, device=layout.device)
         self.mean = untouched_zeros(self._owned.size, torch.float32, layout.device)
         """The mean of the known values of all workers, of the shards that this rank owns."""
-        self.followed = torch.zeros(layout.size, dtype=torch.float32, device=layout.device)
+        self.followed = untouched_zeros(layout.size, torch.float32, layout.device)
         """What all ranks know of that mean."""
         self.active = torch.zeros(layout.size // WORD, dtype=torch.int64, device=layout.device)
         self.signed_before = torch.zeros(layout.size // WORD, dtype=torch.int64, device=layout.device)

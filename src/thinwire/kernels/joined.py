@@ -20,6 +20,8 @@ _IN_PARAM = 1
 _HOST = torch.device("cpu")
 _ELEMENT_BYTES = torch.float32.itemsize
 _UNALIGNED = _ELEMENT_BYTES - 1
+_FEW = 64
+"""Runs of a group that is written by a loop."""
 
 _kinds = attrgetter("dtype", "layout", "is_cpu")
 _CLASSES = {Tensor, Parameter}
@@ -101,10 +103,15 @@ class JoinedRuns:
         """What kernels get in place of the tensors."""
         self.tables: list[Tensor] = []
         """The table of each group."""
+        self._rows = memory
         self._everything: tuple[Tensor, ...] = ()
         """The field `in_param` of all runs, its value in the table of the tensor, and the number of the tensor."""
         self._of_group: list[tuple[Tensor, ...]] = []
         """The same for each group."""
+        self._few: list[list[tuple[int, int, int]]] = []
+        """The same for each group of few runs, for one run after another: where the field is in `_rows`."""
+        self._pointed: dict[int | None, tuple[Sequence[int], int]] = {}
+        """The addresses to which the tables of a group lead now, or those of all groups, and the lowest of them."""
         if not rows:
             return
         # Tensors of their own over the same memory: kernels know a table by the number of writes to it, and need not
@@ -118,7 +125,11 @@ class JoinedRuns:
             table = torch.frombuffer(memory, dtype=torch.int64, count=6 * count, offset=48 * first_row)
             self.tables.append(table.view(-1, 6))
             here, starts, tensor_of = (each[first_row : first_row + count] for each in self._everything)
-            self._of_group.append((here, starts, tensor_of - first_tensor))
+            tensor_of = tensor_of - first_tensor
+            self._of_group.append((here, starts, tensor_of))
+            fields = range(6 * first_row + _IN_PARAM, 6 * (first_row + count), 6)
+            few = zip(fields, starts.tolist(), tensor_of.tolist(), strict=True) if count <= _FEW else ()
+            self._few.append(list(few))
             first_row, first_tensor = first_row + count, first_tensor + len(group)
 
     def point_to(self, addresses: Sequence[int], group: int | None = None) -> bool:
@@ -129,11 +140,32 @@ class JoinedRuns:
         """
         if not addresses:
             return False
-        column, starts, tensor_of = self._everything if group is None else self._of_group[group]
-        lowest = min(addresses)
-        given = torch.frombuffer(array("q", addresses), dtype=torch.int64)
-        if lowest & _UNALIGNED or bool((given & _UNALIGNED).any()):
-            return False
+        before, lowest = self._pointed.get(group, (None, 0))
+        if addresses != before:
+            lowest = min(addresses)
+            if lowest & _UNALIGNED or not self._write(addresses, lowest, group):
+                return False
         self.memory.address = lowest
-        torch.add(starts, (given - lowest).floor_divide_(_ELEMENT_BYTES)[tensor_of], out=column)
+        return True
+
+    def _write(self, addresses: Sequence[int], lowest: int, group: int | None) -> bool:
+        if group is not None and self._few[group]:
+            # A loop takes less time than one operation of torch whose code is no longer in the cache.
+            distances = [address - lowest for address in addresses]
+            if any(distance & _UNALIGNED for distance in distances):
+                return False
+            rows = self._rows
+            for field, start, number in self._few[group]:
+                rows[field] = start + distances[number] // _ELEMENT_BYTES
+        else:
+            given = torch.frombuffer(array("q", addresses), dtype=torch.int64)
+            if bool((given & _UNALIGNED).any()):
+                return False
+            column, starts, tensor_of = self._everything if group is None else self._of_group[group]
+            torch.add(starts, (given - lowest).floor_divide_(_ELEMENT_BYTES)[tensor_of], out=column)
+        if group is None:
+            self._pointed.clear()
+        else:
+            self._pointed.pop(None, None)
+        self._pointed[group] = list(addresses), lowest
         return True

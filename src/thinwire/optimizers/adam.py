@@ -15,6 +15,7 @@ from thinwire.optimizers.inputs import check_number
 from thinwire.optimizers.rule import Context, Group
 from thinwire.transport.buffers import Part
 from thinwire.transport.layout import WORD
+from thinwire.transport.memory import untouched_zeros
 from thinwire.transport.state import State
 
 DENSE = "dense"
@@ -38,8 +39,8 @@ class AdamMoments:
     def __init__(self, context: Context, state: State) -> None:
         layout = context.layout
         self._context = context
-        self.m = torch.zeros(layout.size, dtype=torch.float32, device=layout.device)
-        self.v = torch.zeros(layout.size, dtype=torch.float32, device=layout.device)
+        self.m = untouched_zeros(layout.size, torch.float32, layout.device)
+        self.v = untouched_zeros(layout.size, torch.float32, layout.device)
         state.whole.update(m=self.m, v=self.v)
         self.updates = state.add_numbers("updates", len(layout.slots), torch.int64)
         """The number of updates of each parameter, for bias correction."""

@@ -26,6 +26,7 @@ from thinwire.optimizers.rule import Context, Group, UpdateRule
 from thinwire.optimizers.votes import Votes
 from thinwire.transport.buffers import Part
 from thinwire.transport.compressor import Compressor
+from thinwire.transport.memory import untouched_zeros
 from thinwire.transport.state import State, Tensors
 
 _GAINS = {"bit": 2.0, "majority": 1.5, "votes": 1.5}
@@ -212,8 +213,8 @@ class BirderRule(UpdateRule):
         """See `UpdateRule`."""
         self.context = context
         layout = context.layout
-        self._m = torch.zeros(layout.own_size, dtype=self.state_dtype, device=layout.device)
-        self._b = torch.zeros(layout.own_size, dtype=self.state_dtype, device=layout.device)
+        self._m = untouched_zeros(layout.own_size, self.state_dtype, layout.device)
+        self._b = untouched_zeros(layout.own_size, self.state_dtype, layout.device)
         # With amsgrad, b never decreases, so m decides: a coordinate is inactive when its m has decayed to eps.
         self._votes = Votes(context, self.downlink, self._m if self.amsgrad else self._b, self.eps)
         state = State(own={"m": self._m, "b": self._b})

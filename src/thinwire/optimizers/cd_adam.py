@@ -34,6 +34,7 @@ from thinwire.optimizers.rule import Context, Group, UpdateRule, exchange_after_
 from thinwire.transport import packet
 from thinwire.transport.buffers import Part
 from thinwire.transport.compressor import Compressor
+from thinwire.transport.memory import untouched_zeros
 from thinwire.transport.state import State, Tensors
 
 CodecName = Literal["sign", "topk"]
@@ -193,9 +194,7 @@ class CDAdamRule(UpdateRule):
         """See `UpdateRule`."""
         self.context = context
         layout, kernels, node = context.layout, context.kernels, context.topology.node
-        self._m, self._v, self._peak = (
-            torch.zeros(layout.size, dtype=torch.float32, device=layout.device) for _ in range(3)
-        )
+        self._m, self._v, self._peak = (untouched_zeros(layout.size, torch.float32, layout.device) for _ in range(3))
         state = State(whole={"m": self._m, "v": self._v, "peak": self._peak})
         self._updates = state.add_numbers("updates", len(layout.slots), torch.int64)
         self._average: Tensor | None = None
@@ -210,7 +209,7 @@ class CDAdamRule(UpdateRule):
                 state.include(self._kept.state())
             return {DENSE: self._dense}, state
         if self.compress == "momentum":
-            self._average = torch.zeros(layout.own_size, dtype=torch.float32, device=layout.device)
+            self._average = untouched_zeros(layout.own_size, torch.float32, layout.device)
             state.own["average"] = self._average
         if self.codec == "topk":
             self._markov = Markov(layout, node, kernels, functools.partial(TopK, kernels, self.ratio))

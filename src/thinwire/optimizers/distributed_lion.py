@@ -25,6 +25,7 @@ from thinwire.optimizers.rule import Context, Group, UpdateRule
 from thinwire.optimizers.votes import Votes
 from thinwire.transport.buffers import Part
 from thinwire.transport.compressor import Compressor
+from thinwire.transport.memory import untouched_zeros
 from thinwire.transport.state import State, Tensors
 
 Downlink = Literal["majority", "votes"]
@@ -144,8 +145,8 @@ class DistributedLionRule(UpdateRule):
         """See `UpdateRule`."""
         self.context = context
         layout = context.layout
-        self._m = torch.zeros(layout.own_size, dtype=torch.float32, device=layout.device)
-        self._update = torch.zeros(layout.own_size, dtype=torch.float32, device=layout.device)
+        self._m = untouched_zeros(layout.own_size, torch.float32, layout.device)
+        self._update = untouched_zeros(layout.own_size, torch.float32, layout.device)
         """β1 m + (1-β1) g, whose sign is sent."""
         self._votes = Votes(context, self.downlink, self._update, _EPS)
         state = State(own={"m": self._m, "update": self._update})
