@@ -190,19 +190,19 @@ def test_threads_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("available")
 def test_rate_and_bytes() -> None:
-    size = 2_500_000
-    with Testbed(2, rate="100mbit") as testbed, paired(testbed) as pair:
+    size = 2_500_000  # at rates that a busy machine reaches too
+    with Testbed(2, rate="20mbit") as testbed, paired(testbed) as pair:
         before = testbed.bytes_sent()
-        assert pair.has_rate(size, 40, 150)
+        assert pair.has_rate(size, 8, 30)
         acknowledgements, sent = (after - before for after, before in zip(testbed.bytes_sent(), before, strict=True))
         # Frame headers are counted one by one, in all packets that TCP sends as one, too.
         assert 1.04 < sent / pair.transferred < 1.10
         assert 0 < acknowledgements < 0.1 * sent
-        testbed.set_rate("400mbit")
-        assert pair.has_rate(size, 150, 700)
+        testbed.set_rate("80mbit")
+        assert pair.has_rate(size, 30, 140)
         testbed.set_rate("unlimited")
         before, transferred = testbed.bytes_sent()[1], pair.transferred
-        assert pair.has_rate(10 * size, 500)
+        assert pair.has_rate(10 * size, 200)
         assert 1.04 < (testbed.bytes_sent()[1] - before) / (pair.transferred - transferred) < 1.10
 
 
