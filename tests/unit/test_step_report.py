@@ -305,7 +305,7 @@ def test_a_browser_draws_the_page(browser: webdriver.Chrome, tmp_path: Path, res
         "exposed wait",
         "1.40 MB",
         "bucket_mb",
-        "time a step (ms)",
+        "time per step (ms)",
     ):
         assert expected in labels
     body = browser.find_element(By.TAG_NAME, "body").text

@@ -123,7 +123,7 @@ def _speed_section(rows: Sequence[StepResult], methods: Sequence[str], rates: Se
     ]
     return Section(
         "Speed-up by bandwidth",
-        f"Steps a second, relative to {BASELINE} at the same rate. The dashed line is {LIMIT}, the same "
+        f"Steps per second, relative to {BASELINE} at the same rate. The dashed line is {LIMIT}, the same "
         "without sending anything: the limit.",
         panels,
     )
@@ -142,7 +142,7 @@ def _draw_speed(own: dict[str, StepResult], methods: Sequence[str]) -> Callable[
         if LIMIT in own:
             axes.axvline(speeds[LIMIT], color=COLOURS["limit"], linestyle=(0, (4, 3)), linewidth=1.2, zorder=0)
         axes.set_xlim(0, 1.2 * widest)
-        axes.set_xlabel(f"steps a second, {BASELINE} = 1")
+        axes.set_xlabel(f"steps per second, {BASELINE} = 1")
 
     return draw
 
@@ -180,7 +180,7 @@ def _draw_time(own: dict[str, StepResult], methods: Sequence[str]) -> Callable[[
                 left += width
             _write(axes, left, position, words.seconds(own[method].step.median))
         axes.set_xlim(0, 1.25 * scale * longest)
-        axes.set_xlabel(f"time a step ({unit})")
+        axes.set_xlabel(f"time per step ({unit})")
 
     return draw
 
@@ -268,7 +268,7 @@ def _draw_sweep(own: dict[str, StepResult]) -> Callable[[Axes], None]:
         axes.xaxis.set_minor_locator(NullLocator())
         axes.set_ylim(0, 1.15 * top)
         axes.set_xlabel("bucket_mb (MB of fp32 gradients)")
-        axes.set_ylabel("time a step (ms)")
+        axes.set_ylabel("time per step (ms)")
         axes.tick_params(axis="y", labelcolor=COLOURS["muted"])
         axes.grid(axis="y", linewidth=0.8)
 
