@@ -16,7 +16,7 @@ from thinwire.cli.study.methods import METHODS
 from thinwire.cli.study.summary import Summary, reference
 from thinwire.cli.study.tasks import PictureTask, Task
 
-_MARKERS = "osv^D<>PX*"
+_MARKERS = "osv^D<>PX"  # as many as have no common divisor with the colours
 _COLOURS = {name: colormaps["tab20"](i % 20) for i, name in enumerate(METHODS)}
 HEADROOM = 1.6
 """How far above the best the worst may be drawn: what is beyond says nothing but that it is beyond."""
