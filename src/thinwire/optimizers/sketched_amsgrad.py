@@ -100,7 +100,7 @@ class SketchedAMSGrad(WireOptimizer):
 
     When not to use it:
         When a step must be fast: nothing can be sent before all gradients are known, so backward does not hide the
-        exchange, and reading the sketch takes dozens of passes over the parameters. For dense models and short runs
+        exchange, and the sketch takes twenty passes over the parameters. For dense models and short runs
         (`thinwire demo --optimizer sketched-amsgrad` shows one), `thinwire.Birder` sends less and moves every
         coordinate. SketchedAMSGrad is for gradients dominated by a few coordinates, fewer than `columns`. Otherwise
         noise decides what is picked: with an embedding of which a fifth of the rows was in use, 75 % of the picks were
