@@ -24,6 +24,17 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire import _torch_compat
 
 
+def end_unsynchronized_forward(model: DistributedDataParallel, *, synchronizes: bool) -> None:
+    """After a forward in which DDP's synchronization was turned off, set its flags as DDP would have.
+
+    Args:
+        model: the model.
+        synchronizes: whether it was on before, because the user is not in `no_sync()`.
+    """
+    _torch_compat.set_gradient_synchronization(model, enabled=synchronizes)
+    _torch_compat.set_buffer_synchronization(model, enabled=synchronizes)
+
+
 class Exchanger(Protocol):
     """What exchanges the gradients of a model, and is alive as long as the model."""
 

@@ -65,8 +65,8 @@ def synchronizes_gradients(model: DistributedDataParallel) -> bool:
 def set_gradient_synchronization(model: DistributedDataParallel, *, enabled: bool) -> None:
     """Turn the exchange of gradients on or off, as `no_sync()` does.
 
-    `attach` turns it off during forward: DDP then prepares no bucket for the backward that follows. Without it DDP
-    sends dense gradients beside thinwire's packets. Undocumented; since 2.6.
+    `attach` and `compress` turn it off during forward: DDP then prepares no bucket for the backward that follows.
+    Without it DDP sends dense gradients beside thinwire's packets. Undocumented; since 2.6.
     """
     model.require_backward_grad_sync = enabled
 
@@ -83,8 +83,9 @@ def synchronized_last(model: DistributedDataParallel) -> bool:
 def set_buffer_synchronization(model: DistributedDataParallel, *, enabled: bool) -> None:
     """Choose whether the next forward broadcasts the buffers of rank 0.
 
-    DDP sets this flag after each forward whose backward synchronizes. `attach` hides that from DDP and must set the
-    flag itself; otherwise buffers, such as the statistics of BatchNorm, diverge. Undocumented; since 2.6.
+    DDP sets this flag after each forward whose backward synchronizes. `attach` and `compress` hide that from DDP and
+    must set the flag themselves; otherwise buffers, such as the statistics of BatchNorm, diverge. Undocumented; since
+    2.6.
     """
     model.require_forward_param_sync = enabled
 

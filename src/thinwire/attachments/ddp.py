@@ -15,7 +15,7 @@ from torch.distributed import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire import _torch_compat
-from thinwire._ddp import ModelHook, check_hooks, give_back, take_over
+from thinwire._ddp import ModelHook, check_hooks, end_unsynchronized_forward, give_back, take_over
 from thinwire._first_use import FirstUse
 from thinwire.attachments.early_encoding import EarlyEncoding
 from thinwire.attachments.fit import check_holds_all
@@ -136,8 +136,7 @@ class DdpAttachment:
 
     def _after_forward(self, *_: object) -> None:
         if torch.is_grad_enabled():
-            _torch_compat.set_gradient_synchronization(self._model, enabled=self._user_synchronizes)
-            _torch_compat.set_buffer_synchronization(self._model, enabled=self._user_synchronizes)
+            end_unsynchronized_forward(self._model, synchronizes=self._user_synchronizes)
 
 
 _attachments: weakref.WeakKeyDictionary[nn.Module, weakref.ref[DdpAttachment]] = weakref.WeakKeyDictionary()

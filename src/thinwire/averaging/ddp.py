@@ -26,11 +26,10 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from thinwire._ddp import ModelHook, check_hooks, give_back, take_over
+from thinwire._ddp import ModelHook, check_hooks, end_unsynchronized_forward, give_back, take_over
 from thinwire._torch_compat import (
     at_end_of_backward,
     post_accumulate_hook_count,
-    set_buffer_synchronization,
     set_gradient_synchronization,
     synchronizes_gradients,
 )
@@ -106,10 +105,7 @@ class DdpHook:
         """Whether it has failed."""
         self._direct = False
         """Whether the next backward writes the means into `.grad` without DDP."""
-        self._arrived = [False] * len(averager.params)
-        """Whether each parameter has got a gradient in a direct backward."""
-        self._missing = len(averager.params)
-        """How many have not."""
+        self._expect_all()
         self._contents: dict[int, tuple[int, list[tuple[Tensor, int, Tensor]]]] = {}
         """For each bucket of DDP, the address of its buffer and what it contains; see `_contents_of`."""
         averager.loss_scale_now = functools.partial(loss_scale, grad_scaler)
@@ -161,8 +157,7 @@ class DdpHook:
     def _after_forward(self, model: nn.Module, *_: object) -> None:
         if self._direct and torch.is_grad_enabled():
             assert isinstance(model, DistributedDataParallel)
-            set_gradient_synchronization(model, enabled=True)
-            set_buffer_synchronization(model, enabled=True)
+            end_unsynchronized_forward(model, synchronizes=True)
 
     def _refuse_unfinished(self) -> NoReturn:
         names = [self._averager.name_of(position) for position, arrived in enumerate(self._arrived) if not arrived]
@@ -187,9 +182,13 @@ class DdpHook:
         if grad is None or grad.dtype is not p.dtype or grad.stride() != p.stride() or not is_dense(p):
             return
         self._begin()
-        grad = grad.detach()
-        vector = grad.view(-1) if grad.is_contiguous() else grad.as_strided((grad.numel(),), (1,))
-        self._averager.encode(position, vector)
+        self._averager.encode(position, _memory_of(grad))
+
+    def _expect_all(self) -> None:
+        """Note that no parameter has got a gradient in a direct backward."""
+        self._arrived = [False] * len(self._averager.params)
+        self._missing = len(self._arrived)
+        """How many have not arrived."""
 
     def _note(self, position: int) -> None:
         """Note that a parameter has got its gradient in a direct backward."""
@@ -206,8 +205,7 @@ class DdpHook:
         """Wait for the means of a direct backward, and write them into `.grad`."""
         averager = self._averager
         self._synchronizes = False  # as in DDP: a second backward after the same forward averages nothing
-        self._arrived = [False] * len(self._arrived)
-        self._missing = len(self._arrived)
+        self._expect_all()
         self._begin()
         copied: list[tuple[Tensor, Tensor]] = []
         for position, p in enumerate(averager.params):
@@ -219,7 +217,7 @@ class DdpHook:
                     p.grad = mean
                 else:
                     copied.append((grad, mean.copy_(grad)))
-                vector = mean.as_strided((mean.numel(),), (1,))
+                vector = _memory_of(mean)
             if averager.is_encoded(position):
                 averager.write_to(position, vector)
             else:
@@ -296,9 +294,14 @@ def _vector(p: Tensor, grad: Tensor) -> Tensor | None:
     """The memory of a gradient as a vector, if it has the dtype and the order of its parameter."""
     if grad.dtype is not p.dtype:
         return None
-    if grad.is_contiguous() and p.is_contiguous():
-        return grad.detach().view(-1)
-    return grad.detach().as_strided((grad.numel(),), (1,)) if grad.stride() == p.stride() and _fills_memory(p) else None
+    alike = grad.is_contiguous() and p.is_contiguous()
+    return _memory_of(grad) if alike or (grad.stride() == p.stride() and _fills_memory(p)) else None
+
+
+def _memory_of(dense: Tensor) -> Tensor:
+    """The memory of a tensor without gaps or overlaps, as a vector."""
+    dense = dense.detach()
+    return dense.view(-1) if dense.is_contiguous() else dense.as_strided((dense.numel(),), (1,))
 
 
 def _fills_memory(p: Tensor) -> bool:

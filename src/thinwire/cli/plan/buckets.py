@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from thinwire.cli.plan import markdown as md
+from thinwire.cli import markdown as md
 from thinwire.planning.calibration import benchmarked_costs
 from thinwire.planning.cluster import Cluster, Link
 from thinwire.planning.methods import METHODS

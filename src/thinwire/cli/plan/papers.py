@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from thinwire.cli.plan import markdown as md
+from thinwire.cli import markdown as md
 from thinwire.planning.calibration import benchmarked_costs
 from thinwire.planning.cluster import NVLINK, Cluster, Link
 from thinwire.planning.costs import Costs

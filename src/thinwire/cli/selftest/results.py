@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from thinwire.cli import markdown as md
 from thinwire.cli.selftest.speed import Kernel, Steps
 
 PASSED, FAILED, NOT_TESTED = "passed", "failed", "not tested"
@@ -138,7 +139,7 @@ class SelftestResults:
         for section in self._sections():
             rules = ["--:" if column in section.numeric else "---" for column in section.columns]
             rows = [section.columns, rules, *section.rows]
-            lines = ["| " + " | ".join(map(_markdown_cell, row)) + " |" for row in rows]
+            lines = [md.row([_markdown_cell(cell) for cell in row]) for row in rows]
             parts.append("\n".join([f"### {section.title}", "", *lines]))
         for title, lines in self._remarks():
             fence = _fence(lines)

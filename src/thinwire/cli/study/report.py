@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markdown import Markdown
 
+from thinwire.cli import markdown as md
 from thinwire.cli.study.methods import METHODS, Setting
 from thinwire.cli.study.summary import LINKS, REFERENCE, Summary, compute_seconds, reference, summaries
 from thinwire.cli.study.tasks import PictureTask, Task
@@ -156,4 +157,4 @@ def _speed(found: Sequence[Summary]) -> str:
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return "".join(f"{md.row(line)}\n" for line in lines)
