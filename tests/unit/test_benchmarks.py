@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -12,15 +13,24 @@ import torch
 
 from benchmarks.against_deepspeed import NumpyPacker
 
-AGAINST_DEEPSPEED = Path(__file__).parents[2] / "benchmarks" / "against_deepspeed.py"
+ROOT = Path(__file__).parents[2]
+AGAINST_DEEPSPEED = ROOT / "benchmarks" / "against_deepspeed.py"
 SECONDS = 300
 
 has_deepspeed = find_spec("deepspeed") is not None
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(AGAINST_DEEPSPEED), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+    return execute(str(AGAINST_DEEPSPEED), *arguments)
+
+
+def module(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return execute("-m", name, *arguments)
+
+
+def execute(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False, cwd=ROOT)
 
 
 @pytest.mark.parametrize("elements", [1, 8, 1003])
@@ -65,3 +75,25 @@ def test_refuses_a_single_rank() -> None:
     ended = run("--ranks", "1")
     assert ended.returncode == 2
     assert "expected at least 2 ranks, 2 elements and 2 repeats" in ended.stderr
+
+
+def test_limit_of_memory(tmp_path: Path) -> None:
+    written = tmp_path / "limit.json"
+    measured = ["--methods", "birder,cd-adam", "--elements", "100003", "--repeats", "2"]
+    ended = module("benchmarks.memory_limit", *measured, "--json", str(written))
+    assert ended.returncode == 0, ended.stderr
+    assert "updates of 100,003 elements, 4 local ranks" in ended.stdout
+    found = {result["method"]: result for result in json.loads(written.read_text())["results"]}
+    # fp32: the gradient is read; m, b and x are read and written. Then there are bits, and checks of them.
+    assert 28.0 < found["birder"]["bytes_per_parameter"] < 30.0
+    # The same for ĝ, x, g̃, m, v and v̂, and a quarter of the mean and of g̃ at the owner.
+    assert 4.0 + 6 * 8.0 + 3.0 < found["cd-adam"]["bytes_per_parameter"] < 59.0
+    for result in found.values():
+        assert result["limit_seconds"] == pytest.approx(result["bytes_per_parameter"] / 12 * result["add_seconds"])
+        assert 0 < result["encode_seconds"] + result["apply_seconds"] < result["update_seconds"]
+
+
+def test_limit_of_memory_refuses_methods_without_a_table_of_bytes() -> None:
+    ended = module("benchmarks.memory_limit", "--methods", "birder,sketched-amsgrad")
+    assert ended.returncode == 2
+    assert "no bytes are known of 'sketched-amsgrad'; choose from birder, onebit-adam," in ended.stderr

@@ -133,7 +133,7 @@ def _largest_tensor_bytes(ours: nn.Parameter, config: ExchangeConfig) -> int:
 def _update(report: Report, ours: nn.Parameter, config: ExchangeConfig) -> ExchangeResult:
     """Encode to applied, for one big gradient that is already there; or encode to decoded, if AdamW applies it."""
     exchange = config.exchange(ours, config.contender.measured())
-    _settle(config, exchange.run)
+    settle(config, exchange.run)
     assert ours.grad is not None
     theirs = nn.Parameter(torch.zeros(config.elements))
     theirs.grad = ours.grad.clone()
@@ -152,7 +152,7 @@ def _update(report: Report, ours: nn.Parameter, config: ExchangeConfig) -> Excha
             adamw.step()
 
     before = exchange.by.metrics()
-    mine, other = _take_turns(report, "update", config.repeats, exchange.run, all_reduce)
+    mine, other = take_turns(report, "update", config.repeats, exchange.run, all_reduce)
     return _speed_up(name, mine, baseline, other, details=_where_time_went(before, exchange.by.metrics()))
 
 
@@ -175,9 +175,9 @@ def _training_step(report: Report, config: ExchangeConfig) -> ExchangeResult:
 
     parameters, stage = sum(p.numel() for p in ours.parameters()), config.contender.stages.measured_name
     train_ours = train(ours, prepared.optimizer)
-    _settle(config, train_ours)
+    settle(config, train_ours)
     before = prepared.metrics()
-    mine, baseline = _take_turns(report, "step", config.repeats, train_ours, train(theirs, adamw))
+    mine, baseline = take_turns(report, "step", config.repeats, train_ours, train(theirs, adamw))
     return _speed_up(
         f"training step of a transformer of {parameters / 1e6:.1f} M parameters{stage}, overlapped",
         mine,
@@ -187,15 +187,16 @@ def _training_step(report: Report, config: ExchangeConfig) -> ExchangeResult:
     )
 
 
-def _settle(config: ExchangeConfig, step: Callable[[], object]) -> None:
+def settle(config: ExchangeConfig, step: Callable[[], object]) -> None:
     """Take the steps that come before the stage to be measured."""
     for _ in range(config.contender.stages.settling_steps):
         step()
 
 
-def _take_turns(
+def take_turns(
     report: Report, what: str, repeats: int, ours: Callable[[], object], theirs: Callable[[], object]
 ) -> tuple[list[float], list[float]]:
+    """The seconds of each, as all ranks take them together; the first turns do not count."""
     taken: tuple[list[float], list[float]] = ([], [])
     warm_up = 2
     for turn in range(repeats + warm_up):

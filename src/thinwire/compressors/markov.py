@@ -8,7 +8,7 @@ part of the next difference.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -52,7 +52,8 @@ class Markov:
         self._answer = torch.zeros(
             max((b.shard_elements for b in layout.buckets), default=0), dtype=torch.float32, device=layout.device
         )
-        self._lost = LostShare(layout.shards)
+        self._sent_squares = [0.0] * layout.shards
+        self._frames: Sequence[Frame] = ()
         self.payload = payload_of(self._up)
 
     def bind(self, buffers: PacketBuffers) -> None:
@@ -76,14 +77,11 @@ class Markov:
     def seal(self, frame: Frame) -> None:
         """Encode the differences of a bucket."""
         bucket, length = frame.bucket, frame.bucket.shard_elements
-        first = bucket.own_start - bucket.state_shift
         for row, shard in enumerate(bucket.own_shards):
-            here = slice(first + row * length, first + (row + 1) * length)
-            difference, packet = self._difference[here], bytes_of(frame.sent[row], self._up, length)
-            wanted = float(self._kernels.square_sum(difference))
-            self._up.encode(difference, packet)
+            here, packet = self._slice(bucket, row), bytes_of(frame.sent[row], self._up, length)
+            self._up.encode(self._difference[here], packet)
             self._up.decode(packet, self.known[here])
-            self._lost.note(bucket.shard_number(shard), wanted, wanted - self._up.square_sum(packet, length))
+            self._sent_squares[bucket.shard_number(shard)] = self._up.square_sum(packet, length)
 
     def merge(self, frame: Frame, shard: int) -> None:
         """Answer with the encoded difference between the new mean and what all ranks know of it."""
@@ -112,8 +110,22 @@ class Markov:
         return State(own={"known": self.known}, owned={"mean": self.mean}, whole={"followed": self.followed})
 
     def contraction(self) -> float:
-        """‖c - C(c)‖²/‖c‖² for the differences c that this rank sent last; NaN if there were none."""
-        return self._lost.read()
+        """‖c - C(c)‖²/‖c‖² for the differences c that this rank sent last; NaN if there were none.
+
+        Their norm is computed here, because it takes a pass over them that no step needs.
+        """
+        lost = LostShare(len(self._sent_squares))
+        for bucket in (frame.bucket for frame in self._frames):
+            for row, shard in enumerate(bucket.own_shards):
+                number = bucket.shard_number(shard)
+                wanted = float(self._kernels.square_sum(self._difference[self._slice(bucket, row)]))
+                lost.note(number, wanted, wanted - self._sent_squares[number])
+        return lost.read()
+
+    def _slice(self, bucket: Bucket, row: int) -> slice:
+        """Where this rank's slices have one of its shards of a bucket."""
+        first = bucket.own_start - bucket.state_shift + row * bucket.shard_elements
+        return slice(first, first + bucket.shard_elements)
 
 
 class MarkovSign:
