@@ -115,6 +115,21 @@ def test_who_sends_nothing_waits_for_nobody(results: StepResults) -> None:
     assert row.rest == pytest.approx(0.16 - COMPUTE - OPTIMIZER)
 
 
+def test_memory_is_that_of_the_turn_with_the_least(results: StepResults) -> None:
+    """The first turns also load modules; files of older versions, and other systems, have no figure."""
+    measured = turn("1gbit", "birder", 0.18)
+    turns = [replace(measured, memory=900_000_000), replace(measured, memory=700_000_000), measured]
+    found = replace(results, turns=turns, unmeasured=[])
+    assert [row.memory for row in found.rows()] == [700_000_000]
+    assert "<th>memory a rank</th>" in page.render(found)
+    assert "<td>700.00 MB</td>" in page.render(found)
+    assert StepResults.from_json(found.to_json()) == found
+    assert [row.memory for row in replace(found, turns=[measured]).rows()] == [None]
+    assert "memory a rank" not in page.render(replace(found, turns=[measured]))
+    with pytest.raises(ValueError, match=r"turns\[0\]\.memory: expected a whole number"):
+        StepResults.from_json(replace(found, turns=[replace(measured, memory=-1)]).to_json())
+
+
 def test_steps_that_take_turns_count_as_cycles(results: StepResults) -> None:
     """One step in sixteen exchanges and is slow: no median may lose it."""
     slow_last = [0.16] * 15 + [0.48]

@@ -9,7 +9,6 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ import thinwire
 from thinwire.cli.averagings import Averaging, Contender, contender
 from thinwire.cli.charlm import CharTransformer, ModelShape
 from thinwire.cli.launch import Report
+from thinwire.cli.memory import peak_bytes
 from thinwire.optimizers.optimizer import WireOptimizer
 
 SHAPE = ModelShape(layers=9, width=256, context=64)
@@ -100,9 +100,9 @@ def _memory(ours: nn.Parameter, config: ExchangeConfig) -> ExchangeResult:
     small = nn.Parameter(torch.ones(64))
     small.grad = torch.randn(64)
     _largest_tensor_bytes(small, config)
-    before = _peak_bytes(reset=True)
+    before = peak_bytes(reset=True)
     counted = _largest_tensor_bytes(ours, config)
-    extra = counted if before is None else (_peak_bytes(reset=False) or 0) - before
+    extra = counted if before is None else (peak_bytes(reset=False) or 0) - before
     if isinstance(config.contender, Averaging):
         name, baseline, theirs = "peak memory beyond DDP's and AdamW's", "a gradient in fp32", 4.0
     else:
@@ -253,15 +253,3 @@ def _tensor_bytes(optimizer: WireOptimizer) -> int:
     for given in (*params, *(p.grad for p in params if p.grad is not None)):
         storages.pop(given.untyped_storage().data_ptr(), None)
     return sum(storages.values())
-
-
-def _peak_bytes(*, reset: bool) -> int | None:
-    """The most memory that this process has held since the last reset; None where the system does not report it."""
-    process = Path("/proc/self")
-    if not (process / "clear_refs").exists():
-        return None
-    if reset:
-        (process / "clear_refs").write_text("5")
-    status = (process / "status").read_text().splitlines()
-    peak = next(line for line in status if line.startswith("VmHWM:"))
-    return int(peak.split()[1]) * 1024

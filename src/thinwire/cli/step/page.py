@@ -10,7 +10,7 @@ from thinwire.cli.step import charts, words
 from thinwire.cli.step.methods import is_method, method_named
 from thinwire.cli.step.models import MODELS, parameter_count
 from thinwire.cli.step.results import BASELINE, LIMIT, StepResult, StepResults
-from thinwire.cli.step.tables import HEADINGS, cells
+from thinwire.cli.step.tables import cells, headings_for
 from thinwire.cli.step.worker import COMPUTE_PROBES, FEWEST_STEPS, WARM_UP_STEPS
 
 _LIGHT = {**charts.COLOURS, "shade": "#f4f6f9"}
@@ -130,11 +130,12 @@ def _model(results: StepResults, rows: Sequence[StepResult], model: str) -> str:
             f'<div class="charts">{drawn}</div>',
         ]
     parts.append("<h3>Figures</h3>")
+    headings = headings_for(rows)
     for rate, own in groupby((row for row in rows if row.model == model), key=lambda row: row.rate):
         own = list(own)
         caption = f"{words.rate(rate)}; forward and backward alone take {words.seconds(own[0].compute)}"
         ours = [method_named(row.method).ours for row in own]
-        parts.append(table(HEADINGS, map(cells, own), caption=caption, ours=ours))
+        parts.append(table(headings, [cells(row, headings) for row in own], caption=caption, ours=ours))
     gone = [
         (f"{one.method} ({one.outcome})", _Html(f"<code>{_text(one.reason)}</code>"))
         for one in results.unmeasured
@@ -197,6 +198,9 @@ Theory is what a method has to send: 2(n-1)/n times the gradients for an all-red
 bytes for d parameters at a bit up and a bit down.</li>
 <li>1-bit Adam, 0/1 Adam and 1-bit LAMB are measured in the stage that their row names. They get there in two steps, and
 at a learning rate at which nothing moves: a variance that is frozen so early would let some parameters fly off.</li>
+<li>Memory, where it was measured, is the most that a turn adds to what the process held before: the model, gradients,
+activations, DDP's buckets, state and packets. Of the ranks the one with the most counts, of the turns the one with the
+least, because a process also loads modules in its first turns.</li>
 <li>The bound is max(compute, theory at the rate): a perfect overlap.</li>
 <li>DDP runs with its defaults, but for broadcast_buffers=False: statistics of BatchNorm are nobody's gradients, and the
 same for all.</li>

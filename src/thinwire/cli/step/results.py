@@ -64,6 +64,8 @@ class Measurement:
     """By each host, per step."""
     thinwire: dict[str, float]
     """Counters of thinwire's optimizers, means per step."""
+    memory: int | None = None
+    """The most bytes that the turn took on the rank that took the most. Files of older versions have none."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,8 @@ class StepResult:
     bound: float
     """max(compute, bytes_theory at the rate), in seconds: no method that sends so much can be faster."""
     to_bound: float
+    memory: int | None
+    """Model, gradients, activations, state and buffers of a rank, in bytes; None if it was not measured."""
 
 
 def describe_machine() -> dict[str, Any]:
@@ -199,6 +203,8 @@ class StepResults:
             wait = statistics.median(waits) if waits else beyond if theory > 0 else 0.0
             bits_per_second = parse_rate(first.rate)
             bound = max(compute, 8 * theory / bits_per_second if bits_per_second else 0.0)
+            # The least, because a process also loads modules in its first turns.
+            memory = min((turn.memory for turn in own if turn.memory is not None), default=None)
             yield StepResult(
                 model=first.model,
                 method=method,
@@ -216,6 +222,7 @@ class StepResults:
                 to_limit=step.median / steps[LIMIT].median if LIMIT in steps else None,
                 bound=bound,
                 to_bound=step.median / bound,
+                memory=memory,
             )
 
     def to_json(self) -> str:
@@ -289,11 +296,12 @@ def _read_plan(field: Field) -> StepPlan:
 
 def _read_turn(field: Field, plan: StepPlan) -> Measurement:
     lists = ("step", "optimizer", "exposed_wait", "compute", "bytes_sent")
-    found = field.members(("model", "method", "rate", *lists, "thinwire"))
+    found = field.members(("model", "method", "rate", *lists, "thinwire"), optional=("memory",))
 
     def numbers(name: str, least: float, most: float, fewest: int = 1) -> list[float]:
         return [item.number(least, most) for item in found[name].items(fewest, _MOST)]
 
+    memory_is_known = "memory" in found and found["memory"].value is not None
     return Measurement(
         model=found["model"].one_of(plan.models),
         method=found["method"].one_of([name for name in plan.methods if is_method(name)]),
@@ -305,6 +313,7 @@ def _read_turn(field: Field, plan: StepPlan) -> Measurement:
         bytes_sent=numbers("bytes_sent", 0, _MOST_BYTES),
         # Some counters are NaN where an optimizer has nothing to count.
         thinwire={name: value.any_number() for name, value in found["thinwire"].entries()},
+        memory=found["memory"].integer(0, int(_MOST_BYTES)) if memory_is_known else None,
     )
 
 

@@ -108,6 +108,7 @@ class BenchRun:
         after = self._testbed.bytes_sent()
         ranks.command(patience, "end")
         steps = len(records[0].step)
+        memory = [record.memory for record in records if record.memory is not None]
         return Measurement(
             model=model,
             method=method,
@@ -120,6 +121,7 @@ class BenchRun:
             thinwire={
                 name: statistics.fmean(record.thinwire[name] for record in records) for name in records[0].thinwire
             },
+            memory=max(memory, default=None),
         )
 
     def _patience(self, model: str, rate: str) -> float:

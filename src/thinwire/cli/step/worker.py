@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire.cli.memory import peak_bytes, return_free_memory
 from thinwire.cli.step.methods import method_named
 from thinwire.cli.step.models import MODELS
 from thinwire.metrics import Metrics
@@ -47,12 +48,16 @@ class Record:
     """Forward and backward while no rank sends, one value per probe."""
     thinwire: dict[str, float] = field(default_factory=dict)
     """Means per step of thinwire's other counters."""
+    memory: int | None = None
+    """The most bytes that the turn has added to what the process held before; None where the system does not say."""
 
 
 class MethodRun:
     """One method on one model, in the phases through which the parent leads all ranks."""
 
     def __init__(self, model: str, method: str, show_life: Callable[[], None]) -> None:
+        return_free_memory()
+        self._memory_before = peak_bytes(reset=True)
         torch.manual_seed(0)
         workload = MODELS[model]
         # All ranks have the same seed, so there is nothing to synchronise, neither now nor, for the running averages of
@@ -100,6 +105,8 @@ class MethodRun:
         dist.barrier()
         if before is not None and self._metrics is not None:
             record.thinwire = _means(before, self._metrics(), self._steps)
+        if self._memory_before is not None:
+            record.memory = (peak_bytes(reset=False) or 0) - self._memory_before
         return record
 
     def _step(self, record: Record) -> None:
