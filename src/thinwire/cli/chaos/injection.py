@@ -14,6 +14,8 @@ from thinwire.testbed import Testbed
 
 GRACE_SECONDS = 5.0
 """What a rank may take on top of the timeout to end."""
+MOST_STARVED_SECONDS = 60.0
+"""How much longer at most, on a machine without a core to spare."""
 _BLINK = 0.2
 
 Complain = Callable[[str, Rank | None, str], None]
@@ -55,14 +57,17 @@ class Injection:
 
     def begin_again(self) -> None:
         """Restart the clock."""
-        for rank in self.attempt.alive:
+        for rank in self.ranks:
             rank.begin_to_count()
         self._since = time.monotonic()
 
     def _in_time(self) -> bool:
-        """Whether ranks may still take their time: for as long as is agreed, and as they have waited for a core."""
+        """Whether ranks may still take their time: for as long as is agreed, and as they have waited for a core.
+
+        A rank may wait for another that waited for a core. Ranks that hang want none, so they are found in the end.
+        """
         late = time.monotonic() - self._since - self.timeout - GRACE_SECONDS
-        return late < 0 or late < max((rank.starved() for rank in self.attempt.alive), default=0.0)
+        return late < min(sum(rank.starved() for rank in self.ranks), MOST_STARVED_SECONDS)
 
     def wait(self, seconds: float) -> None:
         """Let time pass, unless something goes wrong."""

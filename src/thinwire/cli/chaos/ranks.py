@@ -61,7 +61,9 @@ class Rank:
     raised: RankError | None = None
     noticed_at: float = 0.0
     """When it had raised or finished."""
-    _starved_before: dict[str, float] = field(default_factory=dict)
+    _waited_before: dict[str, float] = field(default_factory=dict)
+    _waited: dict[str, float] = field(default_factory=dict)
+    """By thread, also of threads that have ended."""
     _dismissed: bool = False
 
     @property
@@ -112,19 +114,25 @@ class Rank:
 
     def begin_to_count(self) -> None:
         """From now on `starved` counts."""
-        self._starved_before = self._waits_for_cores()
+        self._waited_before = self._waits_for_cores()
+        self._waited = dict(self._waited_before)
 
     def starved(self) -> float:
-        """Seconds for which one of its threads could have gone on, but waited for one of this machine's cores."""
-        waits = self._waits_for_cores()
-        return max((waited - self._starved_before.get(thread, 0.0) for thread, waited in waits.items()), default=0.0)
+        """Seconds for which its threads could have gone on, but waited for one of this machine's cores.
+
+        All threads together, because one may wait for another that waits for a core. What a thread has waited after the
+        last call is lost when it ends: call this often.
+        """
+        self._waited |= self._waits_for_cores()
+        return sum(waited - self._waited_before.get(thread, 0.0) for thread, waited in self._waited.items())
 
     def _waits_for_cores(self) -> dict[str, float]:
         figures = {task.name: _end_of(task / "schedstat").split() for task in self._threads()}
         return {thread: int(columns[1]) / 1e9 for thread, columns in figures.items() if columns}
 
     def _threads(self) -> list[Path]:
-        return sorted(Path(f"/proc/{self.child.pid}/task").glob("*"))
+        # The number of a process that has ended may be that of another.
+        return sorted(Path(f"/proc/{self.child.pid}/task").glob("*")) if self.exit_code is None else []
 
     def log(self) -> str:
         """The end of its output."""
