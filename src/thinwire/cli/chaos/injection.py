@@ -61,12 +61,12 @@ class Injection:
             rank.begin_to_count()
         self._since = time.monotonic()
 
-    def _in_time(self) -> bool:
-        """Whether ranks may still take their time: for as long as is agreed, and as they have waited for a core.
+    def _in_time(self, waits: int = 1) -> bool:
+        """Whether ranks may still take their time: for so many timeouts, and as long as they have waited for a core.
 
         A rank may wait for another that waited for a core. Ranks that hang want none, so they are found in the end.
         """
-        late = time.monotonic() - self._since - self.timeout - GRACE_SECONDS
+        late = time.monotonic() - self._since - waits * self.timeout - GRACE_SECONDS
         return late < min(sum(rank.starved() for rank in self.ranks), MOST_STARVED_SECONDS)
 
     def wait(self, seconds: float) -> None:
@@ -82,9 +82,9 @@ class Injection:
 
     # What must happen ------------------------------------------------------------------------------------------------
 
-    def expect_loss(self, ranks: Sequence[Rank]) -> None:
-        """These ranks must raise `PeerLost`, and end by themselves in time."""
-        self.expect_end(ranks, errors=("PeerLost",))
+    def expect_loss(self, ranks: Sequence[Rank], *, waits: int = 1) -> None:
+        """These ranks must raise `PeerLost`, after at most so many waits one after another, and end by themselves."""
+        self.expect_end(ranks, errors=("PeerLost",), waits=waits)
 
     def corrupted_by(self, rank: Rank) -> str:
         """What a rank has sent that was changed on its way, as soon as it has; empty if it was too late for that."""
@@ -113,9 +113,11 @@ class Injection:
             steps = ", ".join(f"rank {rank.number}: {rank.step}" for rank in hit)
             self.complain(DIVERGENCE, None, f"some have applied a step in which others had a corrupt packet: {steps}")
 
-    def expect_end(self, ranks: Sequence[Rank], *, errors: Sequence[str] = (), any_error: bool = False) -> None:
+    def expect_end(
+        self, ranks: Sequence[Rank], *, errors: Sequence[str] = (), any_error: bool = False, waits: int = 1
+    ) -> None:
         """These ranks must end by themselves in time, by one of some errors, or because they have finished."""
-        while any(rank.exit_code is None for rank in ranks) and self._in_time():
+        while any(rank.exit_code is None for rank in ranks) and self._in_time(waits):
             self.attempt.receive(_BLINK)
             for rank in ranks:
                 if rank.result is not None:
