@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from tests.testbeds import namespaces_of, skip_unless_available
 from thinwire.cli.app import app
 from thinwire.cli.chaos import faults, injection, run
 from thinwire.cli.chaos.episodes import Net, episodes
+from thinwire.cli.chaos.ranks import Rank
 from thinwire.cli.chaos.results import CRASH, DIVERGENCE, FALSE_ALARM, HANG, LOST, WRONG_ERROR, ChaosResults
 from thinwire.cli.chaos.subjects import subjects
 from thinwire.cli.registry import offered
@@ -144,6 +146,18 @@ def test_a_second_call_continues_with_the_next_episode(
 
 
 # The rest -------------------------------------------------------------------------------------------------------------
+
+
+def test_saving_makes_some_ranks_equal() -> None:
+    """0/1 Adam's. If the next step fails, they have what they saved, not what they had before."""
+    nobody: Any = None
+    rank = Rank(nobody, nobody)
+    rank.take("step", {"step": 8, "digest": "own"})
+    assert rank.last_digest == "own"
+    rank.take("saved", {"step": 8, "digest": "common"})
+    assert rank.last_digest == "common"
+    rank.take("step", {"step": 9, "digest": "own again"})
+    assert rank.last_digest == "own again"
 
 
 def test_episodes_depend_on_the_seed_only() -> None:

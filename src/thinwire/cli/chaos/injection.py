@@ -107,7 +107,7 @@ class Injection:
                 self.complain(WRONG_ERROR, rank, "finished, although a packet was corrupt")
             if rank.raised is not None and not _had_corruption(rank):
                 self.complain(WRONG_ERROR, rank, f"raised {rank.raised.types[0]}, not CorruptPacket\n{rank.log()}")
-            if rank.raised is not None and rank.raised.digest != rank.digests.get(rank.step):
+            if rank.raised is not None and rank.raised.digest != rank.last_digest:
                 self.complain(DIVERGENCE, rank, f"a corrupt packet has changed parameters after step {rank.step}")
         if len({rank.step for rank in hit}) > 1:
             steps = ", ".join(f"rank {rank.number}: {rank.step}" for rank in hit)

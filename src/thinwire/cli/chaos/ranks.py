@@ -87,6 +87,11 @@ class Rank:
         return max(self.digests, default=-1)
 
     @property
+    def last_digest(self) -> str:
+        """Of the parameters after the last step; if it saved them then, after that, which makes some ranks equal."""
+        return self.saved_digests.get(self.step) or self.digests.get(self.step, "")
+
+    @property
     def steps_taken(self) -> int:
         """Since it was started."""
         return max(0, len(self.digests) - 1)
