@@ -31,7 +31,9 @@ from thinwire.testbed import (
     processes,
 )
 
-# A pair of ranks: the second sends as many bytes as it is told, the first says how long they took to arrive.
+# A pair of ranks: the second sends as many bytes as it is told and says when it began, the first says when all were
+# there. Both read the same clock. A receiver that measured alone would begin late on a busy machine, when most has
+# arrived.
 PAIR = """
 import os, socket, sys, time
 address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -41,15 +43,14 @@ if os.environ["RANK"] == "0":
         connection, _ = server.accept()
     for line in sys.stdin:
         missing = int(line)
-        start = None
         while missing:
             missing -= len(connection.recv(min(missing, 1 << 20)))
-            start = start or time.perf_counter()
-        print(time.perf_counter() - start, flush=True)
+        print(time.monotonic(), flush=True)
 else:
     sys.stdin.readline()
     connection = socket.create_connection(address)
     for line in sys.stdin:
+        print(time.monotonic(), flush=True)
         connection.sendall(bytes(int(line)))
 """
 
@@ -75,7 +76,9 @@ class Pair:
             self._tell(process, size)
 
     def seconds(self) -> float:
-        return float(read_lines(self.receiver, 1)[0])
+        """From before the first byte was sent until the last one was there."""
+        began, ended = (float(read_lines(process, 1)[0]) for process in (self.sender, self.receiver))
+        return ended - began
 
     def megabits(self, size: int) -> float:
         """Ethernet frames and all."""
@@ -83,7 +86,7 @@ class Pair:
         return size * 8 / 1e6 * (1514 / 1448) / self.seconds()
 
     def has_rate(self, size: int, least: float, most: float = math.inf) -> bool:
-        """Whether it once has a rate in between: on a busy machine processes come late, and tokens pile up."""
+        """Whether it once has a rate in between: on a busy machine processes come late."""
         return eventually(lambda: least < self.megabits(size) < most, seconds=90)
 
     def close(self) -> None:
@@ -93,6 +96,11 @@ class Pair:
             process.stdin.close()
             process.stdout.close()
             process.wait()
+
+    def kill(self) -> None:
+        """End both in the midst of a transfer."""
+        for process in (self.sender, self.receiver):
+            process.kill()
 
     def _tell(self, process: subprocess.Popen[str], what: object) -> None:
         assert process.stdin is not None
@@ -104,6 +112,9 @@ def paired(testbed: Testbed) -> Iterator[Pair]:
     pair = Pair(testbed)
     try:
         yield pair
+    except BaseException:
+        pair.kill()  # or it would be waited for until a long transfer ends
+        raise
     finally:
         pair.close()
 
@@ -195,15 +206,31 @@ def test_rate_and_bytes() -> None:
         before = testbed.bytes_sent()
         assert pair.has_rate(size, 8, 30)
         acknowledgements, sent = (after - before for after, before in zip(testbed.bytes_sent(), before, strict=True))
-        # Frame headers are counted one by one, in all packets that TCP sends as one, too.
-        assert 1.04 < sent / pair.transferred < 1.10
+        assert sent > 1.04 * pair.transferred
         assert 0 < acknowledgements < 0.1 * sent
+        assert sends_little_more_than(size, testbed, pair)
         testbed.set_rate("80mbit")
         assert pair.has_rate(size, 30, 140)
         testbed.set_rate("unlimited")
-        before, transferred = testbed.bytes_sent()[1], pair.transferred
         assert pair.has_rate(10 * size, 200)
-        assert 1.04 < (testbed.bytes_sent()[1] - before) / (pair.transferred - transferred) < 1.10
+        assert sends_little_more_than(10 * size, testbed, pair)
+
+
+def sends_little_more_than(size: int, testbed: Testbed, pair: Pair) -> bool:
+    """Whether frame headers are counted one by one, in all packets that TCP sends as one, too.
+
+    Once is enough: a busy machine acknowledges late, and TCP then sends some bytes twice.
+    """
+
+    def does() -> bool:
+        before = testbed.bytes_sent()[1]
+        pair.begin(size)
+        pair.seconds()
+        sent = (testbed.bytes_sent()[1] - before) / size
+        assert sent > 1.04
+        return sent < 1.10
+
+    return eventually(does)
 
 
 @pytest.mark.usefixtures("available")
@@ -218,15 +245,20 @@ def test_no_message_is_free() -> None:
 
 @pytest.mark.usefixtures("available")
 def test_slower_in_the_midst_of_a_transfer() -> None:
+    size = 2_000_000_000  # 16 s of the wide link: however late this process is, there is more to send
     with Testbed(2, rate="1gbit") as testbed, paired(testbed) as pair:
-        pair.begin(50_000_000)
+        pair.begin(size)
         assert eventually(lambda: testbed.bytes_sent()[1] > 1_000_000)
         testbed.set_rate("10mbit")
         sent = testbed.bytes_sent()[1]
+        assert sent < size
         # Packets for a wider link that were waiting do not block the narrower one.
         assert eventually(lambda: testbed.bytes_sent()[1] > sent + 100_000)
         testbed.set_rate(None)
-        assert pair.seconds() > 0
+        sent = testbed.bytes_sent()[1]
+        # The narrow link would take longer than this waits.
+        assert eventually(lambda: testbed.bytes_sent()[1] > sent + 50_000_000)
+        pair.kill()
 
 
 @pytest.mark.usefixtures("available")
@@ -243,22 +275,24 @@ def test_one_host_slower_than_the_others() -> None:
 
 @pytest.mark.usefixtures("available")
 def test_a_cable_is_pulled_and_plugged_in_again() -> None:
-    size = 4_000_000  # 3.3 s of this link: a busy machine has time to pull the cable before all is sent
+    size = 20_000_000  # 16 s of this link: a busy machine has time to pull the cable before all is sent
     with Testbed(2, rate="10mbit") as testbed, paired(testbed) as pair:
         pair.begin(size)
         assert eventually(lambda: testbed.bytes_sent()[1] > 500_000)
-        began = time.perf_counter()
         testbed.cut(1)
         testbed.cut(1)  # twice is once
-        time.sleep(0.1)  # the switch may have had some of it
-        sent = testbed.bytes_sent()[1]
-        time.sleep(0.5)
-        assert testbed.bytes_sent()[1] == sent < size
+
+        def is_still() -> bool:
+            before = testbed.bytes_sent()[1]
+            time.sleep(0.5)
+            return testbed.bytes_sent()[1] == before
+
+        assert eventually(is_still)
+        assert testbed.bytes_sent()[1] < size
         testbed.set_rate("200mbit", host=1)
         testbed.mend(1)
         # The same connection, and nothing is missing.
         assert pair.seconds() > 0.5
-        assert time.perf_counter() - began < 10
         testbed.cut(0)
         testbed.mend(0)
         pair.begin(1000)
@@ -286,7 +320,9 @@ def test_idle_hosts_are_silent() -> None:
 @pytest.mark.usefixtures("available")
 @pytest.mark.parametrize(("end", "code"), [("exit 7", 7), ("kill -9 $$", 137)])
 def test_one_failure_ends_all(tmp_path: Path, end: str, code: int) -> None:
-    program = f"echo $$ > {tmp_path}/$RANK; test $RANK = 2 || exec sleep 600; sleep 0.3; {end}"
+    # The one that fails waits for the others to say who they are.
+    all_are_there = f"until test $(cat {tmp_path}/? | wc -l) = 4; do sleep 0.1; done"
+    program = f"echo $$ > {tmp_path}/$RANK; test $RANK = 2 || exec sleep 600; {all_are_there}; {end}"
     with Testbed(2) as testbed:
         assert testbed.run(["sh", "-c", program], ranks=2) == code
         assert all(is_gone(int(path.read_text())) for path in tmp_path.iterdir())
@@ -396,9 +432,12 @@ def test_a_process_counts_on_its_host_what_the_testbed_counts() -> None:
         with forked(count_on_host, sender.namespace, receiver.address) as counting:
             # Ethernet, IP and UDP headers, and the question for the receiver's address.
             assert eventually(lambda: testbed.bytes_sent()[0] >= 5 * 1042)
-            time.sleep(0.1)
+            least = testbed.bytes_sent()[0]
             counting.send("all have arrived")
-            assert counting.channel.recv() == (0, testbed.bytes_sent()[0])
+            first, last = counting.channel.recv()
+            assert first == 0
+            # Equal, unless the hosts asked for each other's addresses once more meanwhile.
+            assert least <= last <= testbed.bytes_sent()[0]
             refusal = counting.channel.recv()
         assert "No such device" in refusal or "no interface" in refusal
 
