@@ -22,7 +22,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from tests.harness import run_ranks
-from tests.testbeds import NAMESPACES, is_gone, skip_unless_available
+from tests.testbeds import namespaces_of, skip_unless_available
 from thinwire.cli.app import app
 from thinwire.cli.averagings import contender, contenders
 from thinwire.cli.charlm import Corpus, ModelShape
@@ -44,15 +44,21 @@ TINY = ("--layers", "1", "--width", "32", "--context", "16", "--batch", "2")
 def run_script(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     # Wide, so that no message is broken into lines; no colours, whatever the machine that runs the tests asks for.
     environment = {key: value for key, value in os.environ.items() if key not in {"FORCE_COLOR", "GITHUB_ACTIONS"}}
-    return subprocess.run(
+    with subprocess.Popen(
         [SCRIPT, *arguments],
         cwd=folder,
         env=environment | {"COLUMNS": "200"} | variables,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=150,
-        check=False,
-    )
+    ) as script:
+        try:
+            output, errors = script.communicate(timeout=150)
+        finally:
+            script.kill()  # if it takes too long
+    # Its own only: other tests make testbeds whose owners are gone.
+    assert namespaces_of(script.pid) == []
+    return subprocess.CompletedProcess(arguments, script.returncode, output, errors)
 
 
 @pytest.fixture
@@ -90,7 +96,6 @@ def results_of(folder: Path, finished: subprocess.CompletedProcess[str]) -> dict
     return results
 
 
-@pytest.mark.timeout(180)
 def test_short_run_over_loopback(tmp_path: Path) -> None:
     votes = ("--optimizer", "birder", "--downlink", "votes")
     loopback = ("--rate", "unlimited", "--ranks", "2", "--steps", "3", "--json", "results.json")
@@ -115,7 +120,10 @@ def test_short_run_over_loopback(tmp_path: Path) -> None:
     assert challenger["bytes_sent_per_step"] < baseline["bytes_sent_per_step"]
 
 
-@pytest.mark.timeout(180)
+def step_seconds(run: dict[str, Any]) -> list[float]:
+    return [after - before for before, after in pairwise([0.0, *run["cumulative_seconds"]])]
+
+
 def test_short_run_over_slow_links(tmp_path: Path) -> None:
     skip_unless_available()
     slow = ("--rate", "2mbit", "--ranks", "2", "--seconds", "1.5", "--json", "results.json")
@@ -128,20 +136,16 @@ def test_short_run_over_slow_links(tmp_path: Path) -> None:
     assert results["links"] == "emulated"
     for run in (baseline, challenger):
         assert run["bytes_sent_source"] == "counted at the interface"
-        longest = max(after - before for before, after in pairwise([0.0, *run["cumulative_seconds"]]))
-        assert run["cumulative_seconds"][-1] == pytest.approx(1.5, abs=longest)
+        assert run["cumulative_seconds"][-1] == pytest.approx(1.5, abs=max(step_seconds(run)))
     # All floats twice over half of the wire, and the headers of frames.
     assert 1.0 < baseline["bytes_sent_per_step"] / (4 * baseline["parameters"]) < 1.3
     # The link is as slow as it claims to be. Some frames leave while workers validate.
     assert baseline["seconds"]["mean_step"] > 0.75 * 8 * baseline["bytes_sent_per_step"] / 2e6
-    assert challenger["steps"] > baseline["steps"]
+    # The fastest of each: a busy machine may make any single step slow, and leave time for few.
+    assert min(step_seconds(challenger)) < min(step_seconds(baseline))
     assert challenger["bytes_sent_per_step"] < baseline["bytes_sent_per_step"] / 5
-    # Those of other tests may be there; their names have the process that made them.
-    made = [name for name in os.listdir(NAMESPACES) if name.startswith("thinwire-")]
-    assert not [name for name in made if is_gone(int(name.split("-")[1]))]
 
 
-@pytest.mark.timeout(180)
 def test_where_there_are_no_slow_links_times_are_predicted(
     tmp_path: Path, run_here: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
@@ -165,14 +169,13 @@ def test_where_there_are_no_slow_links_times_are_predicted(
     assert baseline["clock"]["compute"] == challenger["clock"]["compute"]
     for run in (baseline, challenger):
         clock = PredictedClock(**run["clock"])
-        times = [after - before for before, after in pairwise([0.0, *run["cumulative_seconds"]])]
+        times = step_seconds(run)
         sent = [after - before for before, after in pairwise([0.0, *run["cumulative_bytes"]])]
         assert times == pytest.approx([clock.step_seconds(count) for count in sent])
         assert run["cumulative_seconds"][-1] == pytest.approx(6, abs=2 * max(times))
     assert challenger["steps"] > 2 * baseline["steps"]
 
 
-@pytest.mark.timeout(180)
 def test_a_text_of_ones_own_and_a_single_worker(
     tmp_path: Path, run_here: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
@@ -186,7 +189,6 @@ def test_a_text_of_ones_own_and_a_single_worker(
     assert (tmp_path / "own.png").stat().st_size > 0
 
 
-@pytest.mark.timeout(60)
 def test_bad_input_through_the_script(tmp_path: Path) -> None:
     finished = run_script(tmp_path, "demo", "--data", "missing.txt")
     assert finished.returncode == 2
@@ -195,7 +197,6 @@ def test_bad_input_through_the_script(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -286,7 +287,6 @@ def printed(comparison: Comparison) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("compute", "mean_step", "network", "comparable"),
     [
@@ -312,7 +312,6 @@ def test_a_busy_machine_gets_no_ratio(compute: float, mean_step: float, network:
     assert replace(comparison, baseline=staged).times_are_comparable
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("losses", "seconds", "network", "reached", "sentence"),
     [
@@ -385,7 +384,6 @@ def test_the_sentence_says_what_is_true(
     assert ("not reached" in printed(comparison)) is (reached is None)
 
 
-@pytest.mark.timeout(60)
 def test_no_sentence_without_a_baseline() -> None:
     comparison = Comparison(course("before", [3.0, math.nan], 20.0), course("after", [3.0, 2.0], 20.0), EMULATED)
     assert comparison.sentence() == "Nothing to compare with: the loss of before is nan."
@@ -393,14 +391,12 @@ def test_no_sentence_without_a_baseline() -> None:
     printed(comparison)
 
 
-@pytest.mark.timeout(60)
 def test_bytes_until_the_same_loss() -> None:
     comparison = Comparison(course("before", [4.0, 3.0, 2.0], 20.0), course("after", [3.0, 1.0], 10.0), EMULATED)
     assert comparison.bytes_to_baseline == pytest.approx(1500.0)
     assert re.search(r"sent per worker by then +│ +3\.00 kB │ +1\.50 kB │ +2\.0×", printed(comparison))
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("network", "axis", "title"),
     [
@@ -428,7 +424,6 @@ def test_picture_and_table_say_where_the_times_come_from(network: Network, axis:
     assert ("Predicted, not measured" in text) is not network.is_emulated
 
 
-@pytest.mark.timeout(60)
 def test_predictions_are_made_step_by_step() -> None:
     """A dense step that waits 0.3 s for the wire is not hidden by later ones that wait for nothing."""
     even = outcome("before", 0.1, 0.1, 0.1)
@@ -442,7 +437,6 @@ def test_predictions_are_made_step_by_step() -> None:
     assert "one is dense. Bytes per step and predicted times are means over the whole run" in text
 
 
-@pytest.mark.timeout(60)
 def test_who_sends_after_backward_is_not_predicted_to_hide_it() -> None:
     early = replace(outcome("before", 0.1, 0.1, 0.1), cumulative_bytes=[625e3])
     late = replace(early, label="after", overlaps=False)
@@ -454,7 +448,6 @@ def test_who_sends_after_backward_is_not_predicted_to_hide_it() -> None:
         assert ("after sends nothing before all gradients are there" in " ".join(text.split())) is said
 
 
-@pytest.mark.timeout(60)
 def test_a_budget_is_seconds_or_steps() -> None:
     for wrong in ({}, {"seconds": 1.0, "steps": 1}):
         with pytest.raises(ValueError, match="either seconds or steps"):
@@ -472,7 +465,6 @@ def test_a_budget_is_seconds_or_steps() -> None:
     assert [steps.is_spent(taken, 1e9) for taken in (6, 7)] == [False, True]
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("planned", [1, 5, 25, 400])
 @pytest.mark.parametrize("speed", [0.5, 1.0, 2.0])
 def test_learning_rates_fit_the_time_that_a_run_really_has(planned: int, speed: float) -> None:
@@ -491,7 +483,6 @@ def test_learning_rates_fit_the_time_that_a_run_really_has(planned: int, speed: 
         assert taken == pytest.approx(planned * speed, abs=1)
 
 
-@pytest.mark.timeout(60)
 def test_lines_for_scripts() -> None:
     adam = contender("onebit-adam")
     lines = lines_for_scripts(adam, adam.whole_run(400, 0))
@@ -519,7 +510,6 @@ def test_the_recommended_contender_exists() -> None:
     assert RECOMMENDED in contenders("demo")
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("terminal", [False, True])
 def test_progress_is_a_bar_in_a_terminal_and_lines_elsewhere(terminal: bool) -> None:
     console = Console(file=io.StringIO(), width=120, force_terminal=terminal, color_system=None)
@@ -609,7 +599,6 @@ def test_settings_suit_runs_of_any_length(name: str, steps: int) -> None:
         assert local_interval(after, settings["local_step_scaler"], clipper=16) == 4
 
 
-@pytest.mark.timeout(60)
 def test_corpus_keeps_the_last_tenth_for_validation() -> None:
     text = "".join(chr(ord("a") + k % 26) for k in range(1000))
     corpus = Corpus.from_text(text, context=9)
@@ -622,7 +611,6 @@ def test_corpus_keeps_the_last_tenth_for_validation() -> None:
     assert characters[:, 0].tolist() == [(900 + first) % 26 for first in (0, 27, 63)]
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("context", [1, 9, 64, 100])
 def test_the_shortest_text_fits(context: int) -> None:
     shortest = Corpus.shortest_text(context)
@@ -632,7 +620,6 @@ def test_the_shortest_text_fits(context: int) -> None:
         Corpus.from_text("x" * (shortest - 1), context)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("steps", [1, 2, 7, 500])
 def test_schedules_cover_the_run(steps: int) -> None:
     factors = [learning_rate_factor(step, steps) for step in range(steps)]

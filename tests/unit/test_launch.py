@@ -57,7 +57,6 @@ def assert_gone(pids: list[int]) -> None:
             os.kill(pid, 0)
 
 
-@pytest.mark.timeout(90)
 def test_rank_zero_is_heard_and_all_end() -> None:
     messages: list[list[int]] = []
     run_local_ranks(report_pids, 2, (), messages.append)
@@ -66,7 +65,6 @@ def test_rank_zero_is_heard_and_all_end() -> None:
     assert_gone(messages[0])
 
 
-@pytest.mark.timeout(90)
 @pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_exception_arrives_with_its_traceback(rank: int) -> None:
@@ -79,7 +77,6 @@ def test_an_exception_arrives_with_its_traceback(rank: int) -> None:
     assert_gone(messages[0])
 
 
-@pytest.mark.timeout(90)
 @pytest.mark.usefixtures("forked_ranks")
 def test_a_worker_that_is_killed_is_named() -> None:
     messages: list[list[int]] = []
@@ -88,7 +85,6 @@ def test_a_worker_that_is_killed_is_named() -> None:
     assert_gone(messages[0])
 
 
-@pytest.mark.timeout(90)
 def test_an_interrupt_leaves_no_process_behind() -> None:
     messages: list[list[int]] = []
 
@@ -107,7 +103,6 @@ def interrupt_oneself(report: Report) -> None:
     report_pids(report)
 
 
-@pytest.mark.timeout(90)
 def test_workers_do_not_see_ctrl_c() -> None:
     messages: list[list[int]] = []
     run_local_ranks(interrupt_oneself, 2, (), messages.append)
@@ -122,7 +117,6 @@ def use_gloo_until_the_end(report: Report) -> None:
     assert len(works) == 50
 
 
-@pytest.mark.timeout(90)
 def test_workers_end_while_gloo_still_works(capfd: pytest.CaptureFixture[str]) -> None:
     messages: list[list[int]] = []
     for _ in range(3):
@@ -139,7 +133,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.timeout(90)
 def test_workers_die_with_their_parent(tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(PARENT)
@@ -149,10 +142,9 @@ def test_workers_die_with_their_parent(tmp_path: Path) -> None:
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         assert len(pids) == 2
         parent.kill()
-    assert eventually(lambda: all(map(is_gone, pids)), seconds=10)
+    assert eventually(lambda: all(map(is_gone, pids)))
 
 
-@pytest.mark.timeout(90)
 @pytest.mark.usefixtures("forked_ranks")
 def test_an_argument_larger_than_a_pipe_arrives() -> None:
     """A pipe holds 64 kB, so arguments travel in a file."""
@@ -165,7 +157,6 @@ def tell_size(report: Report, text: str) -> None:
     report(len(text))
 
 
-@pytest.mark.timeout(90)
 @pytest.mark.usefixtures("forked_ranks")
 def test_ranks_on_the_hosts_of_a_testbed() -> None:
     skip_unless_available()
