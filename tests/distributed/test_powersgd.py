@@ -77,7 +77,8 @@ def test_a_gradient_of_low_rank_is_exact_after_some_steps() -> None:
 
 
 def test_orthonormal_columns_and_products() -> None:
-    p, q = torch.randn(33, 4, generator=torch.Generator().manual_seed(0)), torch.randn(20, 4)
+    draw = torch.Generator().manual_seed(0)
+    p, q = torch.randn(33, 4, generator=draw), torch.randn(20, 4, generator=draw)
     expected = gram_schmidt(p.double().numpy())
     orthonormalize(p)
     np.testing.assert_allclose(p.numpy(), expected, rtol=1e-4, atol=1e-5)
@@ -96,7 +97,8 @@ def test_columns_that_depend_on_each_other() -> None:
 def test_a_gradient_of_zeros_does_not_end_the_averaging() -> None:
     p = nn.Parameter(torch.zeros(30, 20))
     averager = GradientAverager([p], rule_of("powersgd", {"rank": 2}))
-    gradient = torch.outer(torch.randn(30), torch.randn(20)).view(-1)
+    draw = torch.Generator().manual_seed(0)
+    gradient = torch.outer(torch.randn(30, generator=draw), torch.randn(20, generator=draw)).view(-1)
     for step in range(3):
         vector = gradient.clone() if step else torch.zeros(600)
         averager.begin()
