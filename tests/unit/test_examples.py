@@ -14,8 +14,11 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SECONDS = 90
+SECONDS = 240
+"""How long an example may take: ten to twenty seconds of a core, on a machine that is busy with other tests."""
 GRACE_SECONDS = 20
+
+pytestmark = pytest.mark.timeout(2 * (SECONDS + GRACE_SECONDS))  # some run twice
 
 PYTHON = [sys.executable]
 # Standalone: a free port instead of the fixed one, which a neighbour may have.

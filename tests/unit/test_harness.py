@@ -35,7 +35,7 @@ def slow_last_rank(rank: int, world_size: int, pid_file: str) -> None:
     if rank == world_size - 1:
         with open(pid_file, "w") as file:
             file.write(str(os.getpid()))
-        time.sleep(60)
+        time.sleep(600)
 
 
 def declines(rank: int, world_size: int) -> None:
@@ -72,7 +72,7 @@ def test_a_failing_rank_is_named_with_its_traceback() -> None:
 def test_a_silent_rank_is_named_and_killed(tmp_path: object) -> None:
     pid_file = os.path.join(str(tmp_path), "pid")
     with pytest.raises(FailedRanksError, match=r"ranks \[1\] had not finished"):
-        run_ranks(slow_last_rank, 2, pid_file, timeout=10.0)
+        run_ranks(slow_last_rank, 2, pid_file, timeout=20.0)  # so that the other one has time to finish
     with open(pid_file) as file:
         pid = int(file.read())
     assert not os.path.exists(f"/proc/{pid}")

@@ -231,7 +231,7 @@ def test_a_program_does_not_end_before_the_tasks_of_a_lane_that_was_dropped() ->
 
         Lane(threaded=True).submit(task)  # and nothing holds the lane
     """
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=170)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "done\n", "")
 
 

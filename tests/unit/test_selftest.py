@@ -41,7 +41,7 @@ def test_a_quick_run_reports_all_laws_and_both_benchmarks(tmp_path: Path) -> Non
     file = tmp_path / "selftest.json"
     arguments = ["selftest", "--device", "cpu", "--quick", "--ranks", "2", "--json", str(file)]
     program = [sys.executable, "-c", "from thinwire.cli.app import main; main()"]
-    done = subprocess.run([*program, *arguments], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([*program, *arguments], capture_output=True, text=True, timeout=170, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads(file.read_text(encoding="utf-8"))
     assert [(law["number"], law["status"], law["complaints"]) for law in results["laws"]] == [

@@ -88,7 +88,7 @@ def test_the_last_step_is_looked_at_and_no_run_is_too_short() -> None:
 def run_soak(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
     file = folder / "soak.json"
     command = [sys.executable, "-c", "from thinwire.cli.app import main; main()", "soak", "--json", str(file)]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=170, check=False)
     assert file.exists(), done.stderr
     return done, json.loads(file.read_text(encoding="utf-8"))
 
