@@ -136,7 +136,13 @@ STUBBORN = ("sh", "-c", "trap '' TERM; echo $$; sleep 600; sleep 600")
     [
         pytest.param(("sh", "-c", "echo $$; exec sleep 600"), [signal.SIGINT], {1, 130}, id="interrupt"),
         # While the first one's work is being done, the second has to wait.
-        pytest.param(STUBBORN, [signal.SIGTERM, signal.SIGTERM, signal.SIGINT], {1, 130, 143}, id="terminate"),
+        # If this process is late, they come when Python exits and has no handlers any more: all is done then.
+        pytest.param(
+            STUBBORN,
+            [signal.SIGTERM, signal.SIGTERM, signal.SIGINT],
+            {1, 130, 143, -signal.SIGTERM, -signal.SIGINT},
+            id="terminate",
+        ),
     ],
 )
 def test_nothing_is_left_after_a_signal(command: Sequence[str], signals: list[int], codes: set[int]) -> None:
@@ -181,7 +187,6 @@ def test_many_at_the_same_time() -> None:
     assert not any(namespaces_of(process.pid) for process in (first, second))
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
