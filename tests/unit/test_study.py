@@ -164,6 +164,7 @@ THIN = ("sparse-loco-h5", "streaming-int4-h30", "demo")
 """Of the methods that run only if they are named, those that are compared here."""
 
 
+@pytest.mark.timeout(400)
 def test_virtual_and_real_workers_give_the_same_results(tmp_path: Path) -> None:
     """Every method, and of local steps one in fragments and one that is not: losses to the last bit, and every byte."""
     runs = [
@@ -172,7 +173,7 @@ def test_virtual_and_real_workers_give_the_same_results(tmp_path: Path) -> None:
         for task in ("text", "pictures")
         if method.only in (None, task) and (method.by_default or name in THIN)
     ]
-    expected = run_ranks(train_in_rank, 4, runs, timeout=100)[0]
+    expected = run_ranks(train_in_rank, 4, runs, timeout=250)[0]
     for run, processes in zip(runs, expected, strict=True):
         result = run_virtually(run)
         assert result.points == processes.points, run.method

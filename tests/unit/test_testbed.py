@@ -119,7 +119,6 @@ def paired(testbed: Testbed) -> Iterator[Pair]:
         pair.close()
 
 
-@pytest.mark.timeout(30)
 @pytest.mark.parametrize(
     ("rate", "bits"),
     [
@@ -136,7 +135,6 @@ def test_rates(rate: str | None, bits: float | None) -> None:
     assert parse_rate(rate) == bits
 
 
-@pytest.mark.timeout(30)
 @pytest.mark.parametrize("rate", ["fast", "0mbit", "-1mbit", "100", "100 mbit", "mbit", "1e3mbit", "1bit", "9tbit", ""])
 def test_bad_rates(rate: str) -> None:
     with pytest.raises(ValueError, match=re.escape(f"or 'unlimited', got {rate!r}")):
@@ -145,7 +143,6 @@ def test_bad_rates(rate: str) -> None:
         Testbed(2, rate=rate)
 
 
-@pytest.mark.timeout(30)
 def test_delays() -> None:
     assert parse_delay("5ms") == 5e-3
     assert parse_delay("250us") == pytest.approx(250e-6)
@@ -155,7 +152,6 @@ def test_delays() -> None:
             Testbed(2, delay=delay)
 
 
-@pytest.mark.timeout(30)
 @pytest.mark.parametrize("hosts", [-1, 0, 255])
 def test_bad_number_of_hosts(hosts: int) -> None:
     with pytest.raises(ValueError, match=f"hosts must be 1 to 254, got {hosts}"):
