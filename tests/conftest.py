@@ -28,8 +28,12 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Hypothesis allows an example 200 ms unless told otherwise. A busy machine may interrupt any of them for longer.
+settings.register_profile("patient", deadline=None)
+settings.load_profile("patient")
+
 # For `make test`: the same examples on every run. `make test-all` draws new ones.
-settings.register_profile("repeatable", derandomize=True)
+settings.register_profile("repeatable", derandomize=True, deadline=None)
 
 TOGETHER = {
     "tests/unit/test_packaging.py": "two wheels",
