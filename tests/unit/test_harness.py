@@ -96,5 +96,5 @@ def test_a_private_network_counts_only_its_own_bytes() -> None:
             sent = run_ranks(bytes_of_one_megabyte, 2, network=network)
     except TestbedUnavailable as error:
         pytest.skip(str(error))
-    # A busy machine acknowledges late, and TCP then sends a segment of 64 kB twice.
-    assert 1.0 <= min(sent) / (1 << 20) <= max(sent) / (1 << 20) <= 1.25
+    # A busy machine acknowledges late, and TCP then sends segments of 64 kB twice.
+    assert 1.0 <= min(sent) / (1 << 20) <= max(sent) / (1 << 20) <= 1.5

@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "thinwire"
 LIBRARY = "thinwire/kernels/_native.so"
 # Linking and unpacking are quick; a compiler on a busy machine is not.
-BUILD_SECONDS = 240
+BUILD_SECONDS = 480
 
 pytestmark = pytest.mark.timeout(BUILD_SECONDS + 60)
 
