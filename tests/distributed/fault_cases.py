@@ -33,6 +33,8 @@ from thinwire.transport.peers import Peers
 STEPS = 6
 TOGETHER_SECONDS = 10.0
 """How long a rank that has noticed waits for the others to notice too, before it closes any connection."""
+PATIENCE_SECONDS = 30.0
+"""Within which anything else that is waited for must have happened."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class Between:
         """Nothing."""
 
     @staticmethod
-    def backward_and_step() -> None:
+    def backward_and_step(step: int) -> None:
         """Nothing."""
 
 
@@ -118,6 +120,13 @@ class Notes:
         return float(path.read_text()) if path.exists() else None
 
 
+def wait_until(condition: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> None:
+    """Or until so much time has passed: then whatever comes next is as it is."""
+    until = time.monotonic() + seconds
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.02)
+
+
 Blow = Callable[[Notes], None]
 """What happens to the victim, on the thread that has come to the stage."""
 
@@ -161,8 +170,12 @@ class InterruptThenDie:
     """The same, but die: connections close while the others' interpreters are being torn down."""
 
     delay: float
+    dawdlers: bool = False
+    """Whether the others dawdle: then wait until all of them do."""
 
     def __call__(self, notes: Notes) -> None:
+        if self.dawdlers:
+            wait_until(lambda: all(notes.read(f"dawdling-{rank}") is not None for rank in (0, 2)))
         time.sleep(0.5)
         notes.leave("struck", time.monotonic())
         for rank in (0, 2):
@@ -227,7 +240,7 @@ def _train(rank: int, stage: Stage, begin_step: Callable[[int], None], report: R
         begin_step(step)
         report.where = "backward"
         token_loss(model, rank, step).backward()
-        Between.backward_and_step()
+        Between.backward_and_step(step)
         report.where = "step"
         optimizer.step()
         optimizer.zero_grad()
@@ -244,8 +257,14 @@ def suffer(rank: int, world_size: int, stage: Stage, blow: Blow, directory: str,
     notes.leave(f"pid-{rank}", os.getpid())
     if manners == "exits":
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+
+    def dawdle(step: int) -> None:
+        if step == stage.step:
+            notes.leave(f"dawdling-{rank}", time.monotonic())
+            time.sleep(PATIENCE_SECONDS)  # the interrupt comes much earlier
+
     if manners == "dawdles" and rank != stage.victim:
-        Between.backward_and_step = lambda: time.sleep(1.0)
+        Between.backward_and_step = dawdle
     begin_step = _prepare_blow(stage, blow, notes) if rank == stage.victim else lambda _: None
     caught = (RuntimeError, KeyboardInterrupt) if manners == "catches" else RuntimeError
     with environment({"LOCAL_WORLD_SIZE": str(stage.ranks_a_node)}):
@@ -257,7 +276,10 @@ def suffer(rank: int, world_size: int, stage: Stage, blow: Blow, directory: str,
             if isinstance(error, thinwire.PeerLost):
                 report.stage, report.step, report.bucket = error.stage, error.step, error.bucket
                 report.ranks = error.ranks
-    report.threads = sum(thread.name.startswith("thinwire") for thread in threading.enumerate())
+    if stage.method != "connect":  # those threads stay, as long as torch keeps them
+        # thinwire itself waits a second for some of them, which may not get a core for so long.
+        wait_until(lambda: not _threads())
+    report.threads = _threads()
     if rank != stage.victim and blow in (kill, stop, fail):
         _wait_for_others(rank, world_size, stage, notes)
     began = time.monotonic()
@@ -266,10 +288,12 @@ def suffer(rank: int, world_size: int, stage: Stage, blow: Blow, directory: str,
     return report
 
 
+def _threads() -> int:
+    return sum(thread.name.startswith("thinwire") for thread in threading.enumerate())
+
+
 def _wait_for_others(rank: int, world_size: int, stage: Stage, notes: Notes) -> None:
     """Let nobody notice because another has left."""
     notes.leave(f"noticed-{rank}", time.monotonic())
     others = {f"noticed-{other}" for other in range(world_size) if other != stage.victim}
-    until = time.monotonic() + TOGETHER_SECONDS
-    while any(notes.read(name) is None for name in others) and time.monotonic() < until:
-        time.sleep(0.02)
+    wait_until(lambda: all(notes.read(name) is not None for name in others), TOGETHER_SECONDS)
