@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from tests.distributed.common import digest, run_nodes, token_loss, token_net
+from tests.distributed.common import MANY_CASES_SECONDS, digest, run_nodes, token_loss, token_net
 from tests.distributed.stages import LOCAL_STEPS, PAPER, VARIANCE
 from thinwire.kernels import reference
 from thinwire.transport import packet
@@ -152,6 +152,10 @@ def live_through(case: Case, rank: int) -> Seen:
     except RuntimeError as error:
         seen.again = type(error).__name__
     seen.seconds = time.monotonic() - began
+    # A lane that was told to end may wait for a core.
+    until = time.monotonic() + SOON
+    while seen.again != "nothing" and _lanes() > lanes and time.monotonic() < until:
+        time.sleep(0.01)
     seen.lanes = _lanes() - lanes
     return seen
 
@@ -209,12 +213,12 @@ NODES = {
 
 @pytest.fixture(scope="module")
 def flat() -> list[dict[str, Seen]]:
-    return run_nodes(live_through_all, 3, 1, FLAT)
+    return run_nodes(live_through_all, 3, 1, FLAT, timeout=MANY_CASES_SECONDS)
 
 
 @pytest.fixture(scope="module")
 def nodes() -> list[dict[str, Seen]]:
-    return run_nodes(live_through_all, 2, 2, NODES)
+    return run_nodes(live_through_all, 2, 2, NODES, timeout=MANY_CASES_SECONDS)
 
 
 def check(ranks: list[dict[str, Seen]], name: str, case: Case) -> None:
