@@ -28,6 +28,8 @@ SHAPES = ((50, 37), (150,), (29, 150))
 EVERY = 3
 SECONDS = 90.0
 """Within which anything that is waited for must happen."""
+HEARTBEAT_TIMEOUT = 5.0
+"""The seconds after which the Lighthouse takes a silent worker for dead: one that waits for a core must not be."""
 
 
 class Given(torch.optim.Optimizer):
@@ -169,7 +171,11 @@ class ElasticRun:
 @contextmanager
 def lighthouse(least: int = 2) -> Iterator[str]:
     server = LighthouseServer(
-        bind="[::]:0", min_replicas=least, join_timeout_ms=30000, quorum_tick_ms=20, heartbeat_timeout_ms=1000
+        bind="[::]:0",
+        min_replicas=least,
+        join_timeout_ms=30000,
+        quorum_tick_ms=20,
+        heartbeat_timeout_ms=round(1000 * HEARTBEAT_TIMEOUT),
     )
     try:
         yield f"http://127.0.0.1:{server.address().rpartition(':')[2]}"
