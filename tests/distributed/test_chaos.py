@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import math
 import os
 import subprocess
 import sys
 import sysconfig
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +34,10 @@ from thinwire.testbed.forkserver import ForkServer
 SCRIPT = Path(sysconfig.get_path("scripts"), "thinwire")
 STEPS = 600
 """Of an episode of actors: 12 s where a fault is to come, so that it does not come too late on a busy machine."""
+TIMEOUT = 8
+"""Of real ranks, in seconds. One that is frozen for 0.4 of it, or has to wait for a core, must be borne."""
+GRACE_SECONDS = 8.0
+"""What actors may take to end, with some more for this process, which may have to wait for a core as well."""
 
 
 @pytest.fixture
@@ -42,10 +46,10 @@ def available() -> None:
 
 
 @pytest.mark.usefixtures("available")
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_every_kind_of_fault_on_real_ranks(tmp_path: Path) -> None:
     written = tmp_path / "chaos.json"
-    limits = ["--minutes", "5", "--faults", str(len(faults.FAULTS) + 1), "--timeout", "3"]
+    limits = ["--minutes", "8", "--faults", str(len(faults.FAULTS) + 1), "--timeout", str(TIMEOUT)]
     process = subprocess.run(
         [sys.executable, SCRIPT, "chaos", *limits, "--seed", "1", "--json", written],
         capture_output=True,
@@ -58,8 +62,9 @@ def test_every_kind_of_fault_on_real_ranks(tmp_path: Path) -> None:
     assert report["wrongs"] == []
     assert len(report["faults_by_kind"]) >= len(faults.FAULTS) - 1
     assert report["restarts"] >= 4
-    # Whoever takes too long, the time without a core aside, is among the wrongs.
-    assert all(f["noticed_after"] > 2.5 for f in report["faults"] if f["kind"] in ("cut", "freeze for good"))
+    # Whoever takes too long, the time without a core aside, is among the wrongs. Some had waited before the fault came.
+    silent = [f["noticed_after"] for f in report["faults"] if f["kind"] in ("cut", "freeze for good")]
+    assert all(seconds > TIMEOUT / 2 for seconds in silent)
     assert [ending["contender"] for ending in report["endings"]][:2] == ["birder", "compress-int4"]
     assert all(ending["skipped"] > 0 for ending in report["endings"])
     assert list(tmp_path.glob("thinwire*")) == []
@@ -78,12 +83,21 @@ def actors() -> Iterator[ForkServer]:
 
 def staged(part: str, fault: str, actors: ForkServer, folder: Path, monkeypatch: pytest.MonkeyPatch) -> ChaosResults:
     """An episode with faults of one kind, played by actors."""
-    monkeypatch.setattr(injection, "GRACE_SECONDS", 2.0)
-    monkeypatch.setattr(run, "FAULTS", {fault: faults.FAULTS[fault]})
+
+    def inflict_when_saved(injected: injection.Injection) -> None:
+        # Otherwise there would be nothing to forget, or to load in a wrong way.
+        while not injected.attempt.failed and any(rank.saved == 0 for rank in injected.ranks):
+            injected.attempt.receive(0.2)
+        faults.FAULTS[fault](injected)
+
+    monkeypatch.setattr(injection, "GRACE_SECONDS", GRACE_SECONDS)
+    monkeypatch.setattr(run, "FAULTS", {fault: inflict_when_saved})
+    # No longer than until an actor complains. It may have to wait for a core before.
+    monkeypatch.setattr(faults, "_BEARABLE", (5.0, 5.0))
     monkeypatch.setattr(run, "episodes", lambda *_: [replace(next(episodes(0, 2)), steps=STEPS)])
     (folder / "part").write_text(part)
     report = ChaosResults(seed=0, hosts=2, timeout=1.0)
-    limits = run.Limits(time.monotonic() + 60, 1)
+    limits = run.Limits(math.inf, 1)
     with Testbed(2) as testbed:
         run.ChaosRun(testbed, actors, folder, report, limits, print, train=act).run()
     assert [path.name for path in folder.iterdir()] == ["part"]
@@ -134,7 +148,7 @@ def test_a_second_call_continues_with_the_next_episode(
     ChaosResults(seed=0, hosts=2, timeout=1.0).write(written)
     for wanted in (1, 3, 3):
         report = ChaosResults.from_json(written.read_text())
-        limits = run.Limits(time.monotonic() + 60, wanted)
+        limits = run.Limits(math.inf, wanted)
         with Testbed(2) as testbed:
             store = functools.partial(report.write, written)
             run.ChaosRun(testbed, actors, tmp_path, report, limits, print, train=act, on_episode=store).run()
