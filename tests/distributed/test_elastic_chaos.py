@@ -52,27 +52,32 @@ def running(folder: Path, *arguments: object) -> Iterator[subprocess.Popen[str]]
 @pytest.mark.timeout(600)
 def test_a_kill_and_a_rejoin(tmp_path: Path) -> None:
     written = tmp_path / "elastic.json"
-    limits = ("--hosts", 3, "--minutes", 0.2, "--every", 12, "--rejoin", 1, "--json", written)
+    # Nobody rejoins before the others have noticed the death: they do at the end of an interval of 3 s.
+    limits = ("--hosts", 3, "--minutes", 0.2, "--every", 12, "--rejoin", 5, "--json", written)
     with running(tmp_path, *limits) as process:
         said, _ = process.communicate()
     assert process.returncode == 0, said
     told = json.loads(written.read_text())
     assert (told["kills"], told["misses"], told["divergences"]) == (1, [], [])
-    # With one interval in a short time hardly anything can be said of throughput: but there is one.
-    assert 0.3 < told["relative_throughput"] < 1.5, said
-    assert 0.3 < told["share_of_full_strength"] < 1.1, said
+    # In a short time hardly anything can be said of throughput, but that no step is faster than its pace.
+    for when in ("without", "with"):
+        assert 0 < told[f"steps_per_second_{when}_kills"] <= 1 / told["step_seconds"], said
+    ratio = told["steps_per_second_with_kills"] / told["steps_per_second_without_kills"]
+    assert told["relative_throughput"] == pytest.approx(ratio)
+    assert told["share_of_full_strength"] > 0, said
     (rejoin,) = told["rejoins"]
     assert 0 < rejoin["seconds_to_import"] < rejoin["seconds"]
-    assert told["longer_than_without_kills"]["a death"]["intervals"] == 2  # one for each of the others
+    assert told["longer_than_without_kills"]["a death"]["intervals"] >= 2  # one for each of the others, at least
     lives = told["lives"]
     assert [life["number"] for life in lives] == [0, 0, 0, 1]
     assert [life["killed"] is None for life in lives].count(False) == 1
     digests: dict[int, set[str]] = {}
     for life in lives:
-        for step in life["outer_steps"]:
+        # Whoever is killed at once may have completed an exchange that the others then repeat.
+        for step in life["outer_steps"][: None if life["killed"] is None else -1]:
             row = dict(zip(life["columns"], step, strict=True))
             digests.setdefault(row["number"], set()).add(row["digest"])
-    assert len(digests) >= 6
+    assert len(digests) >= 4  # of more than 24 s, in which a step takes 3 s or more
     assert all(len(found) == 1 for found in digests.values()), digests
     assert len(set.union(*digests.values())) == len(digests)
 
@@ -85,7 +90,7 @@ def test_a_worker_that_dies_unasked_ends_the_run(tmp_path: Path) -> None:
             assert line, "it has ended"
         children = _children(process.pid)
         assert len(children) >= 3
-        victim = max(children)  # the last that was started is a worker
+        victim = children[-1]  # the last that was started, which is a worker; its number need not be the largest
         os.kill(victim, signal.SIGKILL)
         said = process.stdout.read()
         assert process.wait() == 1
