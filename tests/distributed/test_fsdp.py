@@ -176,7 +176,7 @@ def test_replicas_are_equal_with_other_compressors(names: Sequence[str]) -> None
 def test_replicas_of_one_node_are_averaged_as_floats() -> None:
     """Four replicas on two nodes."""
     cases = {str(name): replace(PLAIN, compressor=name) for name in ("none", "int4")}
-    found = by_case(run_nodes(each_case, 2, 2, digest_of, cases, 4))
+    found = by_case(run_nodes(each_case, 2, 2, digest_of, cases, 4, timeout=MANY_CASES_SECONDS))
     for name, digests in found.items():
         assert len(set(digests)) == 1, name
 

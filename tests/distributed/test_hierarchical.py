@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from tests.distributed.common import (
+    MANY_CASES_SECONDS,
     Digest,
     Training,
     brain_net,
@@ -100,7 +101,7 @@ def run_scenarios(rank: int, world_size: int, names: Sequence[str]) -> list[dict
     ids=lambda value: value if isinstance(value, int) else "",
 )
 def test_the_run_is_the_oracle_with_nodes_as_workers(nodes: int, ranks: int, names: Sequence[str]) -> None:
-    results = run_nodes(run_scenarios, nodes, ranks, names)
+    results = run_nodes(run_scenarios, nodes, ranks, names, timeout=MANY_CASES_SECONDS)
     for name, of_ranks in zip(names, zip(*results, strict=True), strict=True):
         scenario = SCENARIOS[name]
         assert_it_is_the_oracle(scenario, of_ranks, ranks)
@@ -135,7 +136,7 @@ def meshed_birder(params: Any, nodes: int, ranks: int, **options: Any) -> thinwi
 
 def all_equal(nodes: int, ranks: int, trainings: dict[str, Training]) -> None:
     """Every training leaves the same digests, on every rank and whichever training it is."""
-    results = run_nodes(train_each, nodes, ranks, list(trainings.values()))
+    results = run_nodes(train_each, nodes, ranks, list(trainings.values()), timeout=MANY_CASES_SECONDS)
     expected = results[0][0]
     assert len(set(expected)) == len(expected), "some step moved nothing"
     for rank, of_rank in enumerate(results):
@@ -194,7 +195,7 @@ def train_kinds(rank: int, world_size: int) -> list[list[list[Digest]]]:
 
 @pytest.mark.parametrize(("nodes", "ranks"), [(2, 2), pytest.param(1, 2, marks=pytest.mark.long)])
 def test_reference_and_overlap_agree_for_every_dtype(nodes: int, ranks: int) -> None:
-    results = run_nodes(train_kinds, nodes, ranks)
+    results = run_nodes(train_kinds, nodes, ranks, timeout=MANY_CASES_SECONDS)
     for rank, of_rank in enumerate(results):
         for kind, variants, first in zip(KINDS, of_rank, results[0], strict=True):
             assert variants == [first[0]] * 3, f"{kind} on rank {rank}"
@@ -401,7 +402,7 @@ def resume_each(rank: int, world_size: int) -> list[tuple[list[str], list[str]]]
 
 @pytest.mark.parametrize(("nodes", "ranks"), [(2, 2), (1, 2)])
 def test_resuming_is_never_having_stopped(nodes: int, ranks: int) -> None:
-    for of_rank in run_nodes(resume_each, nodes, ranks):
+    for of_rank in run_nodes(resume_each, nodes, ranks, timeout=MANY_CASES_SECONDS):
         for name, (never_stopped, resumed) in zip(CASES, of_rank, strict=True):
             assert resumed == never_stopped, name
             assert len(set(never_stopped)) == 5
