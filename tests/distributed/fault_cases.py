@@ -145,8 +145,10 @@ def fail(_: Notes) -> None:
 
 
 def signal_rank(notes: Notes, rank: int, number: int) -> None:
+    # Ranks say who they are before they train, but another one may be faster.
+    wait_until(lambda: notes.read(f"pid-{rank}") is not None)
     pid = notes.read(f"pid-{rank}")
-    assert pid is not None, "ranks say who they are before they train"
+    assert pid is not None, f"rank {rank} has not said who it is"
     os.kill(int(pid), number)
 
 
@@ -254,9 +256,9 @@ def suffer(rank: int, world_size: int, stage: Stage, blow: Blow, directory: str,
     "dawdles" before step(), so that its lanes wait and it does not.
     """
     notes, report = Notes(directory), Report()
-    notes.leave(f"pid-{rank}", os.getpid())
     if manners == "exits":
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    notes.leave(f"pid-{rank}", os.getpid())
 
     def dawdle(step: int) -> None:
         if step == stage.step:
