@@ -23,9 +23,9 @@ from tests.distributed.fault_cases import (
 )
 from tests.forked import Ended, Run, run_to_the_end
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)  # the first test waits for all faults
 
-LONG, SHORT = 120.0, 15.0
+LONG, SHORT = 240.0, 15.0
 """Timeouts of process groups. No rank can reach the long one before the test ends. The short one leaves a busy machine
 time for the exchanges before the fault: ranks of a run may get their first cores seconds apart."""
 MARGIN = 30.0
@@ -75,7 +75,7 @@ class Fault:
             (self.stage, self.blow, str(directory), self.manners),
             timeout=self.timeout,
             stops=self.stage.victim if self.victim_stops else None,
-            deadline=100.0,
+            deadline=180.0,
             in_haste=self.in_haste,
         )
 
