@@ -7,8 +7,9 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from thinwire.cli.chaos.ranks import Attempt, Rank
+from thinwire.cli.chaos.ranks import Attempt, Rank, seconds_without_core
 from thinwire.cli.chaos.results import CRASH, DIVERGENCE, FALSE_ALARM, HANG, WRONG_ERROR, Fault
 from thinwire.testbed import Testbed
 
@@ -22,6 +23,11 @@ Complain = Callable[[str, Rank | None, str], None]
 """Takes down what must not happen: its kind, the rank, and details."""
 
 
+def _waited() -> float:
+    """For how long the main thread of this process has waited for a core."""
+    return seconds_without_core(Path("/proc/self")) or 0.0
+
+
 @dataclass
 class Injection:
     """What a fault needs: the ranks, their network, and where to report violations."""
@@ -33,6 +39,7 @@ class Injection:
     fault: Fault
     complain: Complain
     _since: float = field(default_factory=time.monotonic)
+    _waited_before: float = field(default_factory=_waited)
 
     @property
     def ranks(self) -> list[Rank]:
@@ -59,15 +66,17 @@ class Injection:
         """Restart the clock."""
         for rank in self.ranks:
             rank.begin_to_count()
-        self._since = time.monotonic()
+        self._since, self._waited_before = time.monotonic(), _waited()
 
     def _in_time(self, waits: int = 1) -> bool:
         """Whether ranks may still take their time: for so many timeouts, and as long as they have waited for a core.
 
-        A rank may wait for another that waited for a core. Ranks that hang want none, so they are found in the end.
+        A rank may wait for another that waited for a core, and so may this process before it sees what they report.
+        Ranks that hang want none, so they are found in the end.
         """
         late = time.monotonic() - self._since - waits * self.timeout - GRACE_SECONDS
-        return late < min(sum(rank.starved() for rank in self.ranks), MOST_STARVED_SECONDS)
+        starved = sum(rank.starved() for rank in self.ranks) + _waited() - self._waited_before
+        return late < min(starved, MOST_STARVED_SECONDS)
 
     def wait(self, seconds: float) -> None:
         """Let time pass, unless something goes wrong."""

@@ -132,8 +132,7 @@ class Rank:
         return sum(waited - self._waited_before.get(thread, 0.0) for thread, waited in self._waited.items())
 
     def _waits_for_cores(self) -> dict[str, float]:
-        figures = {task.name: _end_of(task / "schedstat").split() for task in self._threads()}
-        return {thread: int(columns[1]) / 1e9 for thread, columns in figures.items() if columns}
+        return {task.name: waited for task in self._threads() if (waited := seconds_without_core(task)) is not None}
 
     def _threads(self) -> list[Path]:
         # The number of a process that has ended may be that of another.
@@ -225,6 +224,12 @@ class Attempt:
         ranks = {rank.child: rank for rank in self.ranks}
         for child, (event, details) in self._children.receive(seconds):
             ranks[child].take(event, details)
+
+
+def seconds_without_core(task: Path) -> float | None:
+    """For how long a thread, by its folder in /proc, has waited for a core; None if it is gone."""
+    columns = _end_of(task / "schedstat").split()
+    return int(columns[1]) / 1e9 if columns else None
 
 
 def _end_of(path: Path) -> str:
