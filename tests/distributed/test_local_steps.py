@@ -420,6 +420,22 @@ def check_synchronize_after_a_fragment(rank: int, world_size: int) -> None:
     opt.close()
 
 
+def check_a_rank_that_is_behind(rank: int, world_size: int) -> None:
+    """Once an exchange has begun on all ranks, nobody waits for one that is behind: its messages need no step of it."""
+    params, store = new_params(), dist.distributed_c10d._get_default_store()
+    opt = thinwire.LocalSteps(Given(params), every=4, delay=3)
+    for step in range(5):
+        take_step(opt, params, rank, step)
+    if rank == 0:
+        store.wait([f"rank {other} has applied it" for other in range(1, world_size)])
+    for step in range(5, 7):
+        take_step(opt, params, rank, step)
+    assert opt.outer_steps == 1
+    store.set(f"rank {rank} has applied it", "")
+    assert equal_everywhere(opt._fragments[0].references)
+    opt.close()
+
+
 def check_checkpoint(rank: int, world_size: int, folder: str) -> None:
     settings: dict[str, Any] = {"every": 4, "fragments": 2, "delay": 1, "mix": 0.5}
     model = net()
@@ -467,6 +483,7 @@ def all_laws(rank: int, world_size: int, folder: str) -> None:
     check_torch_habits(rank, world_size)
     check_synchronize(rank, world_size)
     check_synchronize_after_a_fragment(rank, world_size)
+    check_a_rank_that_is_behind(rank, world_size)
     check_checkpoint(rank, world_size, f"{folder}/checkpoints")
 
 

@@ -23,7 +23,8 @@ from thinwire.optimizers.safety import OF_AVERAGES
 class GradientAverager(WireOptimizer):
     """Averages the gradients of some parameters over all ranks.
 
-    For each exchange call `begin`, `add` for every parameter in any order, and `finish`.
+    For each exchange call `begin`, `add` for every parameter in any order, `leave` if `finish` does not follow at once,
+    and `finish`.
 
     Args:
         params: the parameters.
@@ -128,6 +129,16 @@ class GradientAverager(WireOptimizer):
     def name_of(self, position: int) -> str:
         """What a message calls a parameter."""
         return str(self._names.get(self._flat_params[position], position))
+
+    @torch.no_grad()
+    def leave(self) -> None:
+        """Let the exchange end in the background, once all parameters are added: other ranks then need not wait until
+        this one calls `finish`. The numbers of the parameter groups must stay as they are until then."""
+        self._encode_waiting()
+        transport = self._session.transport
+        with self.abort_on_error():
+            transport.agreed = self._group_numbers.note(self._context.step, self.param_groups)
+            transport.commit()
 
     @torch.no_grad()
     def finish(self) -> list[Tensor]:

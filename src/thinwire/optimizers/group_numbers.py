@@ -30,18 +30,29 @@ class GroupNumbers:
     def restart(self) -> None:
         """Begin again. All ranks do this when they agree on everything."""
         self._chain = b""
+        self._step: int | None = None
+        """That was noted last."""
         self._unconfirmed: list[tuple[int, dict[str, Any]]] = []
         """The step and the numbers of each step since the last exchange with all ranks."""
 
     def note(self, step: int, groups: Sequence[dict[str, Any]]) -> int:
-        """Add the numbers of a step. Returns 32 bits that depend on those of all steps so far."""
+        """Add the numbers of a step. Returns 32 bits that depend on those of all steps so far.
+
+        Again for the same step, it changes nothing, if the numbers are the same.
+        """
         values = [float(value) if isinstance(value, Tensor) else value for value in _values(groups)]
+        if step == self._step and values == self._last:
+            return self._bits()
+        self._step = step
         if values != self._last or not self._digest:
             self._last = values
             self._fields = dict(group_fields(groups))
             self._digest = hashlib.blake2b(repr(sorted(self._fields.items())).encode(), digest_size=8).digest()
         self._unconfirmed.append((step, self._fields))
         self._chain = hashlib.blake2b(self._chain + self._digest, digest_size=8).digest()
+        return self._bits()
+
+    def _bits(self) -> int:
         return int.from_bytes(self._chain[:4], "little")
 
     def confirm(self) -> None:

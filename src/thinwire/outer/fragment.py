@@ -152,6 +152,7 @@ class Fragment:
                 update.mul_(weight)
             # A parameter that did not move is not in the packets: signs have no zero.
             averager.add(reference, update, present=has_values(update))
+        averager.leave()
         if not self._measured:
             self._own_square = _dot(self.update, self.update)
         self._measured = False
