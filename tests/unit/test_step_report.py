@@ -119,8 +119,9 @@ def test_memory_is_that_of_the_turn_with_the_least(results: StepResults) -> None
     """The first turns also load modules; files of older versions, and other systems, have no figure."""
     measured = turn("1gbit", "birder", 0.18)
     turns = [replace(measured, memory=900_000_000), replace(measured, memory=700_000_000), measured]
+    turns += [replace(turn("100mbit", "birder", 0.2), memory=800_000_000)]
     found = replace(results, turns=turns, unmeasured=[])
-    assert [row.memory for row in found.rows()] == [700_000_000]
+    assert [row.memory for row in found.rows()] == [700_000_000] * 2
     assert "<th>memory a rank</th>" in page.render(found)
     assert "<td>700.00 MB</td>" in page.render(found)
     assert StepResults.from_json(found.to_json()) == found

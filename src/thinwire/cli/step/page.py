@@ -199,8 +199,8 @@ bytes for d parameters at a bit up and a bit down.</li>
 <li>1-bit Adam, 0/1 Adam and 1-bit LAMB are measured in the stage that their row names. They get there in two steps, and
 at a learning rate at which nothing moves: a variance that is frozen so early would let some parameters fly off.</li>
 <li>Memory, where it was measured, is the most that a turn adds to what the process held before: the model, gradients,
-activations, DDP's buckets, state and packets. Of the ranks the one with the most counts, of the turns the one with the
-least, because a process also loads modules in its first turns.</li>
+activations, DDP's buckets, state and packets. Of the ranks the one with the most counts, of the turns at all rates the
+one with the least, because a process also loads modules in its first turns.</li>
 <li>The bound is max(compute, theory at the rate): a perfect overlap.</li>
 <li>DDP runs with its defaults, but for broadcast_buffers=False: statistics of BatchNorm are nobody's gradients, and the
 same for all.</li>

@@ -203,8 +203,6 @@ class StepResults:
             wait = statistics.median(waits) if waits else beyond if theory > 0 else 0.0
             bits_per_second = parse_rate(first.rate)
             bound = max(compute, 8 * theory / bits_per_second if bits_per_second else 0.0)
-            # The least, because a process also loads modules in its first turns.
-            memory = min((turn.memory for turn in own if turn.memory is not None), default=None)
             yield StepResult(
                 model=first.model,
                 method=method,
@@ -222,8 +220,13 @@ class StepResults:
                 to_limit=step.median / steps[LIMIT].median if LIMIT in steps else None,
                 bound=bound,
                 to_bound=step.median / bound,
-                memory=memory,
+                memory=self._memory(first.model, method),
             )
+
+    def _memory(self, model: str, method: str) -> int | None:
+        """Of the turn with the least at any rate, because a process also loads modules in its first turns."""
+        turns = (turn for turn in self.turns if (turn.model, turn.method) == (model, method))
+        return min((turn.memory for turn in turns if turn.memory is not None), default=None)
 
     def to_json(self) -> str:
         """What was measured, and what follows from it."""
