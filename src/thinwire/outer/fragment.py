@@ -13,7 +13,7 @@ from thinwire.optimizers import state_dict as state_dicts
 from thinwire.outer.averager import OuterAverager
 from thinwire.transport.memory import untouched_zeros
 
-_CHUNK = 1 << 20
+_CHUNK = 1 << 16
 """The outer update runs over chunks of so many elements, which stay in a cache."""
 
 

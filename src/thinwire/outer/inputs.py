@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -96,11 +96,14 @@ def inner_fields(inner: Optimizer) -> Iterator[tuple[str, Any]]:
             yield f"{name} of the inner optimizer", value
 
 
-def all_finite(gradients: Iterable[Tensor]) -> bool:
+def all_finite(gradients: Sequence[Tensor]) -> bool:
     """Whether all elements are finite. It costs one pass over them, and no memory."""
-    extremes = [extreme for grad in gradients if grad.numel() for extreme in torch.aminmax(grad)]
-    if not extremes:
+    # A sum is finite only if all that is added is, and takes half of the time of the extremes.
+    sums = [grad.sum(dtype=torch.float32) for grad in gradients]
+    if not sums or bool(torch.stack(sums).isfinite().all()):
         return True
+    # Finite numbers may have a sum that is not.
+    extremes = [extreme for grad in gradients if grad.numel() for extreme in torch.aminmax(grad)]
     return bool(torch.stack([each.float() for each in extremes]).isfinite().all())
 
 
