@@ -46,10 +46,13 @@ def is_gone(pid: int) -> bool:
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
+    """Whether a condition holds at some moment within so many seconds; it may not hold for long."""
     deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
         time.sleep(0.02)
-    return condition()
+    return True
 
 
 def read_lines(process: subprocess.Popen[str], count: int) -> list[str]:

@@ -143,7 +143,7 @@ def test_schedules_that_are_equal_on_all_ranks_are_fine() -> None:
 def test_the_hash_follows_values_and_not_objects() -> None:
     def numbers(*steps: dict[str, Any]) -> list[int]:
         noted = GroupNumbers()
-        return [noted.note(1, [{"params": [], **step}]) for step in steps]
+        return [noted.note(number, [{"params": [], **step}]) for number, step in enumerate(steps)]
 
     assert numbers({"lr": 0.1}) == numbers({"lr": torch.tensor(0.1, dtype=torch.float64)})
     assert numbers({"lr": 0.1, "wire_rank": 0}) == numbers({"lr": 0.1, "wire_rank": 1})  # a label, and not a number
@@ -152,3 +152,7 @@ def test_the_hash_follows_values_and_not_objects() -> None:
     # What was different in one step stays so, also when later steps are equal.
     assert numbers({"lr": 0.1}, {"lr": 0.3})[-1] != numbers({"lr": 0.2}, {"lr": 0.3})[-1]
     assert len(set(numbers({"lr": 0.1}, {"lr": 0.1}, {"lr": 0.1}))) == 3
+    # But to note a step again changes nothing.
+    noted = GroupNumbers()
+    groups = [{"params": [], "lr": 0.1}]
+    assert noted.note(1, groups) == noted.note(1, groups) != noted.note(2, groups)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from benchmarks.against_deepspeed import NumpyPacker
+from tests.testbeds import skip_unless_available
 
 ROOT = Path(__file__).parents[2]
 AGAINST_DEEPSPEED = ROOT / "benchmarks" / "against_deepspeed.py"
@@ -97,3 +98,22 @@ def test_limit_of_memory_refuses_methods_without_a_table_of_bytes() -> None:
     ended = module("benchmarks.memory_limit", "--methods", "birder,sketched-amsgrad")
     assert ended.returncode == 2
     assert "no bytes are known of 'sketched-amsgrad'; choose from birder, onebit-adam," in ended.stderr
+
+
+def test_cost_of_emulated_links(tmp_path: Path) -> None:
+    skip_unless_available()
+    written = tmp_path / "cost.json"
+    measured = ["--rates", "20mbit", "--turns", "1", "--seconds", "0.5", "--json", str(written)]
+    ended = module("benchmarks.link_cost", *measured)
+    assert ended.returncode == 0, ended.stderr
+    assert "20 Mbit/s" in ended.stdout
+    (cost,) = json.loads(written.read_text())["results"]
+    assert cost["bytes_per_second"] > 0
+    assert cost["slower_by"] == pytest.approx(cost["products_per_second"] / cost["with_streams"] - 1)
+
+
+def test_cost_of_emulated_links_refuses_what_is_no_rate() -> None:
+    ended = module("benchmarks.link_cost", "--rates", "20mbit,fast")
+    assert ended.returncode == 2
+    assert "--rates" in ended.stderr
+    assert "fast" in ended.stderr

@@ -428,6 +428,7 @@ def test_which_strings_may_be_anything(document: Document) -> None:
         *("lm-7m", "1gbit", "ddp-adamw", "birder", "birder@4MB", "date"),
         *("hosts", "ranks", "rates", "models", "methods", "rounds", "seconds"),
         *("model", "method", "rate", "step", "optimizer", "exposed_wait", "compute", "bytes_sent", "thinwire"),
+        "memory",
         *("outcome", "reason", "details"),
     }
     assert refused.isdisjoint(FREE)

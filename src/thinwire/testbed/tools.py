@@ -7,6 +7,8 @@ import shutil
 import subprocess
 import sys
 
+from thinwire.testbed.signals import signals_deferred
+
 
 class TestbedUnavailable(RuntimeError):
     """This machine cannot have a testbed; the message says what is missing."""
@@ -36,9 +38,11 @@ def require_tools() -> None:
 def run_tool(*command: str) -> str:
     """What ``ip ...`` or ``tc ...`` prints. Raises `ToolError` where it refuses."""
     # In a session of its own: Ctrl-C in a terminal reaches the whole foreground group, and must not end `ip` halfway.
-    finished = subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, start_new_session=True, check=False
-    )
+    # An exception while it is being started would leave it without anybody who waits for it, to add what was removed.
+    with signals_deferred():
+        finished = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, start_new_session=True, check=False
+        )
     if finished.returncode != 0:
         raise ToolError(f"`{' '.join(command)}`: {finished.stderr.strip() or f'exit code {finished.returncode}'}")
     return finished.stdout
