@@ -285,13 +285,16 @@ def test_a_program_ends_right_after_a_call() -> None:
 
 
 def test_a_program_ends_while_a_daemon_thread_calls_kernels() -> None:
+    # So large that the thread is in the kernel nearly all of the time. If Python ends while a function of torch is
+    # about to take the GIL again, torch aborts.
     printed = _run("""
 torch.set_num_threads(4)
 begun = threading.Event()
+large = torch.zeros(25_000_000)
 
 def keep_calling():
     while True:
-        square_sum(values)
+        square_sum(large)
         begun.set()
 
 threading.Thread(target=keep_calling, daemon=True).start()
